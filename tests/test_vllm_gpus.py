@@ -45,6 +45,8 @@ with warnings.catch_warnings():
     from sparsemla.backends import vllm as plugins
     from sparsemla.backends.vllm import attention, deepseek_v4, indexer, nvidia, settings  # noqa: F401
 
+from vllm_engine import MODES, engine_arguments
+
 pytestmark = [
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the platform is made up"),
@@ -72,10 +74,11 @@ V32 = {
     "index_topk": 128,
     "index_n_heads": 32,
     "index_head_dim": 128,
+    "max_position_embeddings": 4096,
     "num_nextn_predict_layers": 1,
     "torch_dtype": "bfloat16",
 }
-MODELS = {
+CONFIGS = {
     "v32": V32,
     "glm5": V32 | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"},
     "v4": {
@@ -115,9 +118,9 @@ MODELS = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A folder with the configuration of each model."""
-    made = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    made = {name: tmp_path_factory.mktemp(name) for name in CONFIGS}
     for name, folder in made.items():
-        (folder / "config.json").write_text(json.dumps(MODELS[name]))
+        (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     return made
 
 
@@ -132,6 +135,8 @@ def command(folders, monkeypatch):
     monkeypatch.setattr(CompilationConfig, "_attention_ops", [*CompilationConfig._attention_ops])
     monkeypatch.setattr(VllmConfig, "__post_init__", VllmConfig.__post_init__)
     monkeypatch.setattr(PLATFORM, "device_type", "cpu")
+    for change in (monkeypatch.setenv, lambda name, _: monkeypatch.delenv(name)):
+        change("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")  # which vLLM sets, to be put back
     uncached = deep_gemm.mqa_logits_use_mx_scales.__wrapped__
     monkeypatch.setattr(deep_gemm, "mqa_logits_use_mx_scales", uncached)
 
@@ -232,7 +237,7 @@ def test_the_usual_command_serves_where_vllm_has_no_backend(command, said, name,
     config = command(name, capability)
     assert config.attention_config.backend == CUSTOM
     assert config.cache_config.cache_dtype == "auto"
-    architecture = MODELS[name]["architectures"][0]
+    architecture = CONFIGS[name]["architectures"][0]
     assert said == [
         "sparsemla: vLLM has no sparse attention for sm_{}{}: the attention backend CUSTOM and "
         "this package's indexer serve {}".format(*capability, architecture)
@@ -331,7 +336,7 @@ def test_drafts_get_the_backend(command, said, name):
     config = command(name, (8, 9), speculative_config=MTP)
     assert config.attention_config.backend == CUSTOM
     assert config.speculative_config.attention_backend == CUSTOM
-    names = [*MODELS[name]["architectures"]]
+    names = [*CONFIGS[name]["architectures"]]
     names += config.speculative_config.draft_model_config.architectures
     assert said[0].endswith(f" serve {' and '.join(sorted(names))}")
     config = command(name, (9, 0), speculative_config=MTP)
@@ -357,6 +362,17 @@ def test_drafts_of_other_models_keep_their_backend(command, said, chosen):
     assert draft.attention_config.backend == chosen
     assert config.attention_config.backend == CUSTOM
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.acting_as])
+def test_the_example_serves_as_an_older_gpu_by_the_usual_command(command, folders, name):
+    mode = MODES[name]
+    family = {"deepseek_v32": "v32", "deepseek_v4": "v4"}[mode.model]
+    capability = {"sm_80": (8, 0), "sm_89": (8, 9)}[mode.acting_as]
+    config = command(family, capability, mode.plugins, **engine_arguments(mode, folders[family]))
+    assert config.attention_config.backend == CUSTOM
+    assert config.cache_config.cache_dtype == ("fp8_ds_mla" if family == "v32" else "fp8")
+    assert config.model_config.enforce_eager == (not mode.graphs)
 
 
 def test_an_indexer_that_nobody_named_stops_no_start(command, said, monkeypatch):
