@@ -17,6 +17,10 @@ where NCCL is older than 2.29.7.
 
 Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python examples/vllm_engine.py``, on
 two GPUs ``python examples/vllm_engine.py --gpus 2`` for the modes that need both.
+
+With ``--as sm_80`` the usual command, without plugins and backend named, serves while vLLM, this
+package and Triton take the GPU for an older one, for which vLLM has no sparse attention. The driver
+translates the code of the older GPU. Tokens are compared with those of the GPU as it is.
 """
 
 from __future__ import annotations
@@ -28,11 +32,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -48,8 +54,8 @@ class Mode:
     """One way to serve the model.
 
     Args:
-        plugins: of this package.
-        backend: vLLM's name of the attention backend.
+        plugins: of this package; None names none, so that vLLM loads all.
+        backend: vLLM's name of the attention backend; None for the default.
         cache: the cache's dtype.
         graphs: whether steps are captured.
         portable: exchange vLLM's class of the model for NVIDIA for the portable one.
@@ -59,10 +65,11 @@ class Mode:
         interleave: consecutive tokens of a context that one of these keeps.
         divides: the GPUs divide the indexer's rows in every prefill, not in long ones only.
         more: other arguments of vLLM's engine.
+        acting_as: the older GPU that the GPU is taken for.
     """
 
-    plugins: str
-    backend: str
+    plugins: str | None
+    backend: str | None
     cache: str = "fp8_ds_mla"
     graphs: bool = False
     portable: bool = False
@@ -72,6 +79,7 @@ class Mode:
     interleave: int = 1
     divides: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
+    acting_as: str | None = None
 
 
 BOTH = "sparsemla,sparsemla_indexer"
@@ -93,6 +101,8 @@ NGRAM: dict[str, Any] = {
         "prompt_lookup_max": 4,
     }
 }
+SM_80: dict[str, Any] = {"acting_as": "sm_80"}
+SM_89: dict[str, Any] = {"acting_as": "sm_89"}
 MODES = {
     "vllm": Mode("", "FLASHMLA_SPARSE"),
     "vllm, graphs": Mode("", "FLASHMLA_SPARSE", graphs=True),
@@ -127,6 +137,14 @@ MODES = {
     "v4, graphs": Mode("sparsemla", "CUSTOM", graphs=True, **V4),
     "v4, graphs, tp2": Mode("sparsemla", "CUSTOM", graphs=True, **V4, **TP2),
     "v4, graphs, tp2 rows": Mode("sparsemla", "CUSTOM", graphs=True, divides=True, **V4, **TP2),
+    "as sm_80": Mode(None, None, cache="fp8", **SM_80),
+    "as sm_80, graphs": Mode(None, None, cache="fp8", graphs=True, **SM_80),
+    "as sm_89": Mode(None, None, cache="fp8", **SM_89),
+    "as sm_89, graphs": Mode(None, None, cache="fp8", graphs=True, **SM_89),
+    "v4, as sm_80": Mode(None, None, **V4, **SM_80),
+    "v4, as sm_80, graphs": Mode(None, None, graphs=True, **V4, **SM_80),
+    "v4, as sm_89": Mode(None, None, **V4, **SM_89),
+    "v4, as sm_89, graphs": Mode(None, None, graphs=True, **V4, **SM_89),
 }
 PAIRS = (
     ("attention", "vllm"),
@@ -158,6 +176,14 @@ PAIRS = (
     ("v4, graphs", "v4"),
     ("v4, graphs, tp2", "v4, graphs"),
     ("v4, graphs, tp2 rows", "v4, graphs, tp2"),
+    ("as sm_80", "both, portable"),
+    ("as sm_80, graphs", "both, portable"),
+    ("as sm_89", "both"),
+    ("as sm_89, graphs", "both"),
+    ("v4, as sm_80", "v4"),
+    ("v4, as sm_80, graphs", "v4"),
+    ("v4, as sm_89", "v4"),
+    ("v4, as sm_89, graphs", "v4"),
 )
 
 NCCL = (2, 29, 7)
@@ -342,6 +368,34 @@ def counted(worker: Any) -> tuple[list[str], list[str]]:  # noqa: ANN401 - of vL
     return worker.kernels.compiled, worker.kernels.loaded
 
 
+@contextmanager
+def acting_as(name: str) -> Iterator[None]:
+    """Let vLLM, this package and Triton take the GPU for an older one.
+
+    vLLM asks NVML, and more of torch's properties than are pretended.
+    """
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    from sparsemla_lab.testing import emulate
+
+    real = torch.cuda.get_device_properties(0)
+    with emulate.acting_as(name):
+        older = torch.cuda.get_device_properties(0)
+
+        class Properties:
+            def __getattr__(self, field: str) -> Any:  # noqa: ANN401 - of torch's properties
+                return getattr(older if hasattr(older, field) else real, field)
+
+        found = DeviceCapability(older.major, older.minor)
+        platform = type(current_platform)
+        with (
+            mock.patch.object(torch.cuda, "get_device_properties", return_value=Properties()),
+            mock.patch.object(platform, "get_device_capability", return_value=found),
+        ):
+            yield
+
+
 def serve(mode: Mode, model: Path, result: Path) -> None:
     """Serve the model and write what came of each prompt.
 
@@ -350,13 +404,23 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     """
     # The scheduler runs in this process, where the model's class is exchanged; the workers of
     # several GPUs are its forks. DeepGEMM compiles for these requests only, once they need it.
+    os.environ.pop("VLLM_PLUGINS", None)
+    if mode.plugins is not None:
+        os.environ["VLLM_PLUGINS"] = mode.plugins
     os.environ |= {
-        "VLLM_PLUGINS": mode.plugins,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         "VLLM_DEEP_GEMM_WARMUP": "skip",
         **NO_MULTICAST,
     }
+    if mode.acting_as is not None:
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # its processes would compile for the real GPU
+    with acting_as(mode.acting_as) if mode.acting_as else nullcontext():
+        result.write_text(json.dumps(_serve(mode, model)))
+
+
+def _serve(mode: Mode, model: Path) -> dict[str, Any]:
+    """What came of each prompt, and of the start."""
     began = time.perf_counter()
     from vllm import LLM, SamplingParams
 
@@ -374,7 +438,9 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     classes, *others = llm.apply_model(attention_classes)
     ours = any(name.startswith("sparsemla.") for name in classes)
     portable = classes[0].startswith("vllm.model_executor.models.")
-    if ours != bool(mode.plugins) or portable < mode.portable or any(x != classes for x in others):
+    named = mode.plugins != ""
+    needs_portable = mode.portable or (mode.acting_as == "sm_80" and mode.model == "deepseek_v32")
+    if ours != named or portable < needs_portable or any(x != classes for x in others):
         raise RuntimeError(f"{mode} needs other classes than those that serve: {classes, *others}")
     ready = time.perf_counter()
     draw = np.random.default_rng(0)
@@ -417,14 +483,13 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
                 "margin": min(each[-1] - each[-2] for each in best),
             }
         )
-    report = {
+    return {
         "answers": found,
         "classes": classes,
         "compiled": [name for compiled, _ in kernels for name in compiled],
         "loaded": [name for _, loaded in kernels for name in loaded],
         "seconds": [ready - began, answered - ready],
     }
-    result.write_text(json.dumps(report))
 
 
 def describe(name: str, folder: Path) -> None:
@@ -484,6 +549,7 @@ def select_modes(
     present: int,
     nccl: tuple[int, ...],
     only: Collection[str] | None = None,
+    acting_as: str | None = None,
 ) -> list[str]:
     """The modes to serve; those that need more than is present are named and left out.
 
@@ -493,15 +559,18 @@ def select_modes(
         present: number of GPUs here.
         nccl: version of NCCL here.
         only: these modes, and those that they are compared with; None for all.
+        acting_as: only modes as this older GPU, and those that they are compared with; None for
+            all others.
     """
     modes = {name: mode for name, mode in MODES.items() if mode.model == model}
+    chosen = {name for name, mode in modes.items() if mode.acting_as == acting_as}
     if gpus is not None:
-        chosen = {name for name, mode in modes.items() if mode.gpus == gpus}
+        chosen = {name for name in chosen if modes[name].gpus == gpus}
+    if gpus is not None or acting_as is not None:
         chosen |= {base for name, base in PAIRS if name in chosen}
-        modes = {name: mode for name, mode in modes.items() if name in chosen}
     if only is not None:
         chosen = {*only} | {base for name, base in PAIRS if name in only}
-        modes = {name: mode for name, mode in modes.items() if name in chosen}
+    modes = {name: mode for name, mode in modes.items() if name in chosen}
     served = []
     for name, mode in modes.items():
         if mode.gpus > present:
@@ -532,6 +601,9 @@ def main() -> int:
     parser.add_argument("--serve", choices=MODES, help="one mode only, in this process")
     parser.add_argument("--gpus", type=int, help="only modes of so many GPUs, and their bases")
     parser.add_argument("--only", nargs="+", choices=MODES, help="these modes, and their bases")
+    parser.add_argument(
+        "--as", dest="acting_as", choices=["sm_80", "sm_89"], help="take the GPU for this one"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a mode")
     arguments = parser.parse_args()
@@ -541,7 +613,8 @@ def main() -> int:
         return 0
     present = torch.cuda.device_count()
     nccl = nccl_version() if present > 1 else ()
-    modes = select_modes(arguments.model, arguments.gpus, present, nccl, arguments.only)
+    chosen = arguments.only, arguments.acting_as
+    modes = select_modes(arguments.model, arguments.gpus, present, nccl, *chosen)
     SERVED[arguments.model].make(model)
     served = serve_apart(__file__, modes, folder, arguments.at_once, arguments.limit)
     for name in sorted(served):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from sparsemla import FP8_DS_MLA, INDEX_FP8
 from sparsemla_lab.bench import report
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -440,3 +441,46 @@ def test_the_readme_has_no_other_figure_of_speed_or_count() -> None:
 
 def test_times_as_older_gpus_are_those_of_the_files():
     assert "\n".join(as_older_gpus()) in (ROOT / "docs/gpus.md").read_text(encoding="utf-8")
+
+
+CARDS = {
+    "H200, 141 GB": 141,
+    "H100, A100, 80 GB": 80,
+    "A6000, L40S, 48 GB": 48,
+    "A100, 40 GB": 40,
+    "RTX 5090, 32 GB": 32,
+    "RTX 3090, RTX 4090, 24 GB": 24,
+}
+"""GB of memory of a card."""
+W4A16 = (4 + 16 / 128) / 8
+MODELS = {
+    "DeepSeek-V3.2, FP8": (671, 61),
+    "DeepSeek-V3.2, W4A16": (671 * W4A16, 61),
+    "GLM-5, W4A16": (744 * W4A16, 78),
+    "DeepSeek-V4-Flash": (160, None),
+}
+"""GB of weights, and layers with a row and an index key for each token."""
+
+
+def fitting() -> list[str]:
+    """The table of the tokens that fit."""
+    row = FP8_DS_MLA.bytes_per_token + INDEX_FP8.bytes_per_token
+    lines = [f"| card | {' | '.join(MODELS)} |", "|---" * (len(MODELS) + 1) + "|"]
+    for card, memory in CARDS.items():
+        cells = []
+        for weights, layers in MODELS.values():
+            room = 0.92 * memory - weights / 8 - 6
+            tokens = 1e3 * room / (3850 if layers is None else row * layers)
+            digits = 2 if layers else 1
+            cells.append("no" if room < 0 else f"{tokens:.{digits}f}")
+        lines.append(f"| {card} | {' | '.join(cells)} |")
+    return lines
+
+
+def test_the_tokens_that_fit_are_those_of_the_arithmetic():
+    text = page("docs/gpus.md")
+    assert "\n".join(fitting()) in text
+    for figure in ("346 GB (4.125 bits", "W4A16 384 GB", "788 a layer", "165 GB in W4A16"):
+        assert figure in text
+    assert [round(each * W4A16) for each in (671, 744, 320)] == [346, 384, 165]
+    assert "| bytes per token | 3850 |" in page("docs/deepseek-v4.md")

@@ -134,7 +134,11 @@ def test_the_examples_for_engines_say_what_they_take(run_python, name, option):
 def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     from vllm_engine import MODES, NCCL, PAIRS, select_modes
 
-    one = [name for name, mode in MODES.items() if (mode.model, mode.gpus) == ("deepseek_v32", 1)]
+    one = [
+        name
+        for name, mode in MODES.items()
+        if (mode.model, mode.gpus, mode.acting_as) == ("deepseek_v32", 1, None)
+    ]
     assert select_modes("deepseek_v32", None, 1, ()) == one
     lines = capsys.readouterr().out.splitlines()
     assert "both, dcp2: left out, needs 2 GPUs and finds 1" in lines
@@ -152,6 +156,10 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     assert select_modes("deepseek_v4", 2, 2, ()) == four
     only = ["both, hisparse", "both, ngram"]
     assert select_modes("deepseek_v32", None, 1, (), only) == ["both, graphs", *only]
+    older = select_modes("deepseek_v32", None, 1, (), acting_as="sm_80")
+    assert older == ["both, portable", "as sm_80", "as sm_80, graphs"]
+    older = select_modes("deepseek_v4", None, 1, (), acting_as="sm_89")
+    assert older == ["v4", "v4, as sm_89", "v4, as sm_89, graphs"]
     assert capsys.readouterr().out == ""
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sparsemla import BF16_576, FP8_DS_MLA, PagedCache, reference
+from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, PagedCache, reference
 from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla_lab.bench.report import BEGIN, END
 from sparsemla_lab.bench.timing import Prepared, Timing
@@ -47,6 +47,8 @@ with warnings.catch_warnings():
     from sglang.srt import plugins
     from sglang.srt.environ import envs
     from sglang.srt.layers.attention import dsa_backend
+    from sglang.srt.layers.attention.dsa import dsa_indexer
+    from sglang.srt.layers.attention.dsa import utils as dsa_utils
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend, TopkTransformMethod
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
@@ -64,7 +66,7 @@ with warnings.catch_warnings():
         run_dsa_sparse_fixture_eager,
     )
 
-    from sparsemla.backends.sglang import attention, register, settings
+    from sparsemla.backends.sglang import attention, register, scores, settings
     from sparsemla.backends.sglang.hooks import CALLERS, HOOKS, install, is_installed, signature
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -86,6 +88,7 @@ def plain_sglang(monkeypatch):
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     monkeypatch.setenv("SGLANG_PLUGINS", "sparsemla")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    scores.deep_gemm_runs.cache_clear()
     yield
     HookRegistry.reset()
 
@@ -388,17 +391,35 @@ def test_other_refusals(refusal, changes, reason):
     assert re.search(reason, refusal(**changes))
 
 
-@pytest.mark.parametrize(
-    ("capability", "accepted"),
-    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), True)],
-)
-def test_gpus(refusal, monkeypatch, capability, accepted):
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
+def test_gpus(refusal, monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-    found = refusal()
-    assert (found is None) == accepted
-    if not accepted:
-        assert "compute capability 9.0 or more" in found
-        assert found.endswith(f"got {capability[0]}.{capability[1]}")
+    assert refusal() is None
+
+
+def test_gpus_without_kernels_are_refused(refusal, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (7, 5))
+    assert refusal() == "the GPU must have compute capability 8.0 or more, got 7.5"
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)], ids=str)
+def test_gpus_for_which_sglangs_kernels_do_not_compile_are_refused(
+    refusal, monkeypatch, capability
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    fused = {"config": {"indexer_rope_interleave": True}, "kv_cache_dtype": "bfloat16"}
+    end = " in Triton, which does not compile there; got {}.{}".format(*capability)
+    start = "below compute capability 8.9 "
+    queries = (
+        "the model must have indexer_rope_interleave, and SGLANG_DISABLE_DSA_INDEXER_FUSION must "
+        "be unset: otherwise SGLang quantises index queries"
+    )
+    assert refusal(**fused) is None
+    rows = "--kv-cache-dtype must be bfloat16: SGLang writes FP8 rows"
+    assert refusal(**fused | {"kv_cache_dtype": "fp8_e4m3"}) == start + rows + end
+    assert refusal(**fused | {"config": {}}) == start + queries + end
+    with envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.override(True):
+        assert refusal(**fused) == start + queries + end
 
 
 def test_other_bits_of_fp8_are_refused(refusal, monkeypatch):
@@ -1076,6 +1097,99 @@ def test_short_prefills_select_all_without_scores(step):
     scores = Scores(made, packed=True)
     chosen = metadata.topk_transform(torch.zeros(len(scores.lengths), TOPK), TOPK)
     assert_equal("slots", chosen, slots_of(made, scores).int())
+
+
+# Scores where DeepGEMM has no kernels, beside SGLang's loops in PyTorch, which round the products
+# of a head to bfloat16.
+BF16 = 2**-8
+
+
+@pytest.fixture
+def before_hopper(hooked, monkeypatch):
+    """SGLang's modules with the plugin on an sm_89, where DeepGEMM cannot be imported."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 9))
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    scores.deep_gemm_runs.cache_clear()
+    names = [hook.target.rsplit(".", 1)[1] for hook in HOOKS if hook.kind == HookType.AROUND]
+    for module in (dsa_indexer, dsa_backend):
+        for name in names:
+            if hasattr(module, name):  # as HookRegistry sets it
+                monkeypatch.setattr(module, name, getattr(dsa_utils, name))
+
+
+def index_queries(tokens, heads, *rest):
+    torch.manual_seed(0)
+    q = torch.randn(tokens, *rest, heads, 128).to(torch.float8_e4m3fn)
+    return q, torch.rand(tokens, heads) * 2 - 1
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_scores_of_contexts_agree_with_sglang(before_hopper, heads):
+    q, weights = index_queries(37, heads)
+    keys, scales = torch.randn(203, 128).to(torch.float8_e4m3fn), torch.rand(203)
+    ks = torch.arange(37, dtype=torch.int32)
+    ke = ks + torch.arange(5, 42, dtype=torch.int32)
+    score = dsa_indexer.resolve_fp8_mqa_logits_fn()
+    found = score(q, (keys, scales), weights, ks, ke, clean_logits=False)
+    expected = dsa_utils._fp8_mqa_logits_torch(q, (keys, scales), weights, ks, ke)
+    columns = torch.arange(203)
+    seen = (columns >= ks[:, None]) & (columns < ke[:, None])
+    sizes = dsa_utils._fp8_mqa_logits_torch(q, (keys, scales), weights.abs(), ks, ke)
+    assert found.shape == expected.shape
+    assert found.dtype == torch.float32
+    assert ((found - expected).abs() <= BF16 * sizes)[seen].all()
+
+
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_scores_of_pages_agree_with_sglang(before_hopper, next_n):
+    num_sms = dsa_backend.resolve_num_sms()
+    q, weights = index_queries(3, 64, next_n)
+    weights = weights.repeat_interleave(next_n, 0)
+    cache = PagedCache.allocate(INDEX_FP8, 7, 64)
+    cache.write(torch.arange(7 * 64), torch.randn(7 * 64, 128).bfloat16())
+    pages = cache.data.view(7, 64, 1, 132)
+    table = torch.tensor([[4, 1, 6], [0, 2, 0], [3, 5, 0]], dtype=torch.int32)
+    last = torch.tensor([[150], [100], [65]], dtype=torch.int32)
+    lengths = last - torch.arange(next_n - 1, -1, -1, dtype=torch.int32)
+    schedule = dsa_backend.resolve_paged_mqa_logits_metadata_fn()(lengths, 64, num_sms)
+    assert schedule.shape == (num_sms + 1, 2)
+    score = dsa_indexer.resolve_fp8_paged_mqa_logits_fn()
+    found = score(q, pages, weights, lengths, table, schedule, 192, clean_logits=False)
+    for token in range(next_n):
+        rows = slice(token, None, next_n)
+        expected, sizes = (
+            dsa_utils._fp8_paged_mqa_logits_torch(
+                q[:, token, None], pages, each[rows], lengths[:, token, None], table, None, 192
+            )
+            for each in (weights, weights.abs())
+        )
+        seen = torch.arange(192) < lengths[:, token, None]
+        assert ((found[rows] - expected).abs() <= BF16 * sizes)[seen].all()
+
+
+def test_deep_gemm_scores_where_it_runs(hooked, monkeypatch):
+    theirs = SimpleNamespace(
+        fp8_mqa_logits=object(),
+        fp8_paged_mqa_logits=object(),
+        get_paged_mqa_logits_metadata=object(),
+        get_num_sms=lambda: 17,
+    )
+    monkeypatch.setitem(sys.modules, "deep_gemm", theirs)
+    hooks = [hook.target for hook in HOOKS if hook.kind == HookType.AROUND]
+    cached = [inspect.unwrap(pkgutil.resolve_name(each), stop=has_cache) for each in hooks]
+    for each in cached:
+        each.cache_clear()
+    assert dsa_utils.resolve_fp8_mqa_logits_fn() is theirs.fp8_mqa_logits
+    assert dsa_utils.resolve_fp8_paged_mqa_logits_fn() is theirs.fp8_paged_mqa_logits
+    found = dsa_utils.resolve_paged_mqa_logits_metadata_fn()
+    assert found is theirs.get_paged_mqa_logits_metadata
+    assert dsa_utils.resolve_num_sms() == 17
+    for each in cached:
+        each.cache_clear()
+
+
+def has_cache(function):
+    return hasattr(function, "cache_clear")
 
 
 # examples/sglang_hooks.py at small sizes, with a stand-in for each kernel that needs a GPU.

@@ -613,21 +613,47 @@ def test_models_with_another_indexer_are_refused(monkeypatch, architecture):
 
 
 def test_platforms_that_ignore_the_backend_are_refused(monkeypatch):
-    monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
-    custom = named(plain("CUSTOM"), "DeepseekV32ForCausalLM")
-    platform = type(current_platform)
-    monkeypatch.setattr(platform, "is_rocm", lambda self: True)
-    assert "vLLM's class of DeepSeek-V3.2 for ROCm takes" in message(settings.refuse, custom)
-    assert message(settings.refuse, named(plain(), "DeepseekV32ForCausalLM")) == ""
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
-    assert message(settings.refuse, custom) == ""
-    monkeypatch.setattr(platform, "is_rocm", lambda self: False)
-    monkeypatch.setattr(platform, "is_xpu", lambda self: True)
+    custom = named(plain("CUSTOM"), "DeepseekV32ForCausalLM")
+    monkeypatch.setattr(type(current_platform), "is_xpu", lambda self: True)
     assert "own attention backend on XPU" in message(settings.refuse, custom)
     indexer_only = named(plain(), "DeepseekV32ForCausalLM")
     assert "XPU has no kernels of this package" in message(settings.refuse, indexer_only)
     monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
     assert message(settings.refuse, indexer_only) == ""
+
+
+def test_rocm_has_other_codes_and_is_refused(monkeypatch):
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+    reason = (
+        "sparsemla: on ROCm vLLM has sparse attention of its own, and on gfx942 it writes "
+        "float8_e4m3fnuz codes, which mean other numbers to the kernels of this package; serve "
+        "without the attention backend CUSTOM and without sparsemla_indexer in VLLM_PLUGINS"
+    )
+    draft = named(plain(None, CUSTOM, ["DeepseekV32MTPModel"]), "DeepseekV32ForCausalLM")
+    for names in (None, ["sparsemla", "sparsemla_indexer"]):
+        monkeypatch.setattr(envs, "VLLM_PLUGINS", names, raising=False)
+        for architecture in (*settings.DEEPSEEK_V32, *settings.DEEPSEEK_V4):
+            assert message(settings.refuse, named(plain("CUSTOM"), architecture)) == reason
+        assert message(settings.refuse, draft) == reason
+        indexer_only = named(plain(), "GlmMoeDsaForCausalLM")
+        assert message(settings.refuse, indexer_only) == (reason if names else "")
+        assert message(settings.refuse, named(plain(), "LlamaForCausalLM", use_mla=False)) == ""
+
+
+@pytest.mark.parametrize("platform", ["is_rocm", "is_xpu", "is_cpu"])
+def test_deepseek_v4_stays_vllms_on_other_platforms(monkeypatch, platform):
+    for architecture in plugins.V4_MODELS:
+        theirs = registry._LazyRegisteredModel("vllm.models.deepseek_v4", architecture)
+        monkeypatch.setitem(registry.ModelRegistry.models, architecture, theirs)
+    with monkeypatch.context() as change:
+        change.setattr(type(current_platform), platform, lambda self: True)
+        plugins.register()
+    made = {registry.ModelRegistry.models[each].module_name for each in plugins.V4_MODELS}
+    assert made == {"vllm.models.deepseek_v4"}
+    plugins.register()
+    made = {registry.ModelRegistry.models[each].module_name for each in plugins.V4_MODELS}
+    assert made == {"sparsemla.backends.vllm.deepseek_v4"}
 
 
 def test_models_without_latent_attention_are_refused(monkeypatch):

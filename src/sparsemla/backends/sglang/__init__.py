@@ -1,4 +1,4 @@
-"""A plugin for SGLang 0.5.23: attention and top-k of its ``dsa`` backend.
+"""A plugin for SGLang 0.5.23: attention and top-k of its ``dsa`` backend, and scores before Hopper.
 
 SGLang calls :func:`register` through its plugin group ``sglang.srt.plugins``, in each of its
 processes. This module imports SGLang only inside that function.

@@ -21,6 +21,12 @@ from sparsemla.backends.sglang.attention import (
     forward_flashmla_sparse,
     reserve_workspace,
 )
+from sparsemla.backends.sglang.scores import (
+    mqa_logits,
+    num_sms,
+    paged_mqa_logits,
+    paged_mqa_logits_metadata,
+)
 from sparsemla.backends.sglang.settings import refuse
 from sparsemla.backends.sglang.topk import build_topk_v2_plan, topk_transform
 
@@ -28,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 TOPK = "sglang.srt.layers.attention.dsa.dsa_topk_backend.DSATopKBackend"
+INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
+SCORES = "sglang.srt.layers.attention.dsa.utils"
 ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 
 
@@ -38,8 +46,9 @@ class Hook(NamedTuple):
         target: dotted path in SGLang.
         signature: its signature without annotations.
         body: first digits of the SHA-256 of its source, which was read beside ours.
-        function: replaces it, or runs after it, with its result as the first argument.
-        kind: REPLACE or AFTER.
+        function: replaces it, runs around it, with itself as the first argument, or after it, with
+            its result as the first argument.
+        kind: REPLACE, AROUND or AFTER.
     """
 
     target: str
@@ -107,6 +116,34 @@ HOOKS = (
         topk_transform,
     ),
     Hook(
+        f"{SCORES}.resolve_fp8_mqa_logits_fn",
+        "()",
+        "2527e796e61445d5",
+        mqa_logits,
+        HookType.AROUND,
+    ),
+    Hook(
+        f"{SCORES}.resolve_fp8_paged_mqa_logits_fn",
+        "()",
+        "62fd710b06b65be0",
+        paged_mqa_logits,
+        HookType.AROUND,
+    ),
+    Hook(
+        f"{SCORES}.resolve_paged_mqa_logits_metadata_fn",
+        "()",
+        "bf996fe9f8974440",
+        paged_mqa_logits_metadata,
+        HookType.AROUND,
+    ),
+    Hook(
+        f"{SCORES}.resolve_num_sms",
+        "()",
+        "bfd83c0f3620e2ce",
+        num_sms,
+        HookType.AROUND,
+    ),
+    Hook(
         f"{BACKEND}.__init__",
         "(self, model_runner, skip_prefill=False, speculative_step_id=0, topk=0, "
         "speculative_num_steps=0, seed_dsa_topk_from_draft_extend=False)",
@@ -132,6 +169,8 @@ classes.
 CALLERS = {
     f"{BACKEND}.forward_extend": "37843e98f43257bd",
     f"{BACKEND}.forward_decode": "80c9f3493d3d2166",
+    f"{INDEXER}._get_topk_paged": "311411cd487351aa",
+    f"{INDEXER}._get_topk_ragged": "34aecba1fd46538f",
 }
 """Bodies of functions that choose a replaced method and its arguments."""
 
@@ -183,4 +222,6 @@ def body(function: Callable[..., Any]) -> str:
 def is_installed(hook: Hook) -> bool:
     """Whether the target is SGLang's wrapper of our function."""
     function = pkgutil.resolve_name(hook.target)
+    if not inspect.isfunction(function):  # a function with a cache is of another type
+        return False
     return inspect.getclosurevars(function).nonlocals.get("hook") is hook.function

@@ -12,6 +12,7 @@ from sglang.srt.configs.model_config import (
     is_deepseek_dsa,
     is_deepseek_v4,
 )
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import derive_attn_tp_size, get_platform
 
 from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
@@ -24,8 +25,10 @@ CHOICES = {
     "dsa_decode_backend": ("flashmla_sparse", "flashmla_kv", "fa3"),
 }
 """Values of options that are supported."""
-CAPABILITY = 9, 0
-"""Least compute capability: SGLang scores keys with DeepGEMM."""
+CAPABILITY = 8, 0
+"""Least compute capability of this package's kernels."""
+E4M3 = 8, 9
+"""Least compute capability for which Triton compiles conversions to e4m3."""
 
 OFF = {
     "enable_hisparse": "HiSparse keeps rows on the host",
@@ -55,8 +58,7 @@ def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's 
     capability = torch.cuda.get_device_capability()
     if capability < CAPABILITY:
         return (
-            "the GPU must have compute capability 9.0 or more, since SGLang scores keys with "
-            f"DeepGEMM, got {capability[0]}.{capability[1]}"
+            f"the GPU must have compute capability 8.0 or more, got {capability[0]}.{capability[1]}"
         )
     if fp8_dtype != torch.float8_e4m3fn:
         return f"SGLang's FP8 dtype must be float8_e4m3fn, got {fp8_dtype}"
@@ -86,8 +88,26 @@ def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's 
     for option, choices in CHOICES.items():
         if (value := getattr(settings, option)) not in choices:
             return f"{_flag(option)} must be one of {', '.join(choices)}, got {value}"
+    if capability < E4M3 and (problem := _refuse_triton(settings, model)):
+        return (
+            f"below compute capability 8.9 {problem} in Triton, which does not compile there; got "
+            f"{capability[0]}.{capability[1]}"
+        )
     if permits_fp8_mma():
         return _refuse_fp8_mma(settings, model, capability)
+    return None
+
+
+def _refuse_triton(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - as above
+    """Which kernels of SGLang convert to e4m3 in Triton, or None."""
+    if settings.kv_cache_dtype == "fp8_e4m3":
+        return "--kv-cache-dtype must be bfloat16: SGLang writes FP8 rows"
+    interleaved = getattr(model.hf_config, "indexer_rope_interleave", False)
+    if not interleaved or envs.SGLANG_DISABLE_DSA_INDEXER_FUSION.get():
+        return (
+            "the model must have indexer_rope_interleave, and SGLANG_DISABLE_DSA_INDEXER_FUSION "
+            "must be unset: otherwise SGLang quantises index queries"
+        )
     return None
 
 

@@ -1,4 +1,6 @@
-"""Plugins for vLLM 0.33: an attention backend and, on request, an indexer.
+"""Plugins for vLLM 0.33: an attention backend and an indexer.
+
+Both serve on request, and by default on GPUs for which vLLM has no sparse attention.
 
 vLLM calls :func:`register` and :func:`register_indexer` through its plugin group
 ``vllm.general_plugins``, in each of its processes and possibly several times. This module imports
@@ -7,7 +9,13 @@ vLLM only inside these functions.
 
 from typing import TYPE_CHECKING, Any
 
-from sparsemla.backends.vllm.settings import BACKEND, INDEXER_PLUGIN, check_when_configured
+from sparsemla.backends.vllm.settings import (
+    BACKEND,
+    OPERATOR,
+    check_when_configured,
+    indexer_is_named,
+    unserved_gpu,
+)
 from sparsemla.backends.vllm.surface import (
     ATTENTION,
     INDEXER,
@@ -72,8 +80,8 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
 def register() -> None:
     """The plugin ``sparsemla``: register the attention backend under the name ``CUSTOM``.
 
-    DeepSeek-V4 asks for no backend, so its classes are registered, too: with another backend they
-    build vLLM's model as it is.
+    DeepSeek-V4 asks for no backend, so its classes for NVIDIA are registered, too: with another
+    backend they build vLLM's model as it is.
 
     For another version of vLLM it only logs why not, since the engine may serve without it; a
     selection of ``CUSTOM`` then stops the engine.
@@ -86,11 +94,14 @@ def register() -> None:
     # CUSTOM and not a new name: vLLM pickles a backend as an enum value, and a spawned process does
     # not know new members.
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
-    for architecture, model in V4_MODELS.items():
-        ModelRegistry.register_model(architecture, model)
+    platform = current_platform
+    if not (platform.is_rocm() or platform.is_xpu() or platform.is_cpu()):
+        for architecture, model in V4_MODELS.items():
+            ModelRegistry.register_model(architecture, model)
     check_when_configured()
 
 
@@ -98,19 +109,36 @@ def register_indexer() -> None:
     """The plugin ``sparsemla_indexer``: replace the indexer of DeepSeek-V3.2 and GLM-5.
 
     Without ``VLLM_PLUGINS`` vLLM loads every installed plugin. This one changes models, so it does
-    nothing unless ``VLLM_PLUGINS`` contains its name.
+    nothing unless ``VLLM_PLUGINS`` contains its name, or vLLM has no sparse attention for the GPU.
+    In the latter case nobody asked for it: where it does not fit, it only logs why.
 
     Raises:
-        SystemExit: the version of vLLM is not supported; a line without a traceback.
-        RuntimeError: something of vLLM that it touches does not fit.
+        SystemExit: it is named, and the version of vLLM is not supported; a line without a
+            traceback.
+        RuntimeError: it is named, and something of vLLM that it touches does not fit.
     """
     require_vllm()
     from vllm import envs
+    from vllm.logger import init_logger
 
-    if INDEXER_PLUGIN not in (envs.VLLM_PLUGINS or ()):
-        return
-    if problem := unsupported_version():
-        raise SystemExit(f"{problem}: remove sparsemla_indexer from VLLM_PLUGINS")
+    problem = unsupported_version()
+    if indexer_is_named():
+        if problem:
+            raise SystemExit(f"{problem}: remove sparsemla_indexer from VLLM_PLUGINS")
+        _activate_indexer()
+    elif envs.VLLM_PLUGINS is None and not problem and unserved_gpu():
+        try:
+            _activate_indexer()
+        except RuntimeError as error:
+            init_logger("vllm.sparsemla").warning("%s: there is no indexer", error)
+
+
+def _activate_indexer() -> None:
+    """Register this package's models, layer and op.
+
+    Raises:
+        RuntimeError: something of vLLM that they touch does not fit.
+    """
     check(INDEXER)
     from vllm.config import CompilationConfig
     from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
@@ -129,10 +157,10 @@ def register_indexer() -> None:
             indexer.SparseMLAWrapper
         )
         CustomOp.register_oot(name="SparseAttnIndexer")(indexer.IdleIndexerOp)
-    if indexer.OPERATOR not in CompilationConfig._attention_ops:
+    if OPERATOR not in CompilationConfig._attention_ops:
         # vLLM splits a compiled model at these ops. This one reads the step's metadata, so it
         # cannot be part of a piece that is captured.
-        CompilationConfig._attention_ops.append(indexer.OPERATOR)
+        CompilationConfig._attention_ops.append(OPERATOR)
 
 
 def _nvidia_class_runs() -> bool:

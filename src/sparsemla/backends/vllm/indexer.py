@@ -49,10 +49,8 @@ from sparsemla import INDEX_FP8, PagedCache, fused_indexer_rope_quant, indexer_t
 from sparsemla.backends.environment import DIVIDE_ROWS_FROM, divide_rows_from
 from sparsemla.backends.vllm.divided import DividedRows, Division, Rule
 from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
-from sparsemla.backends.vllm.settings import shard_min_rows, unread_by_indexer
+from sparsemla.backends.vllm.settings import OPERATOR, shard_min_rows, unread_by_indexer
 from sparsemla.backends.vllm.warmup import LOGGER, register_indexer
-
-OPERATOR = "vllm::sparsemla_indexer"
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Settings of vLLM that the plugins would pass over without a word, refused at start.
+"""Settings of vLLM: defaults where vLLM has no sparse attention, and refusals at start.
 
 vLLM asks a selected backend about some settings. Nobody asks where a model chooses its attention
 itself, where a platform ignores the selection, and where a setting belongs to a part that a plugin
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 BACKEND = "sparsemla.backends.vllm.SparseMLABackend"
 INDEXER_PLUGIN = "sparsemla_indexer"
+OPERATOR = f"vllm::{INDEXER_PLUGIN}"
+"""The indexer's op, at which vLLM splits a compiled model once the plugin is active."""
 
 OWN_ATTENTION = {
     "DeepseekV41ForCausalLM": "chooses among vLLM's own classes of attention",
@@ -48,9 +50,12 @@ OWN_INDEXER = {
 DEEPSEEK_V32 = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32MTPModel")
 DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel")
 
+FP8_CACHES = dict.fromkeys(("fp8", "fp8_e4m3"), "fp8_ds_mla")
+"""The format that ``kv_cache_dtype`` means for DeepSeek-V3.2, as in vLLM's ``FLASHMLA_SPARSE``."""
+
 
 def check_when_configured() -> None:
-    """Let vLLM check each configuration that it makes from now on by :func:`refuse`."""
+    """Let vLLM pass each configuration that it makes from now on to the functions below."""
     from vllm.config import VllmConfig
 
     finish = VllmConfig.__post_init__
@@ -59,9 +64,86 @@ def check_when_configured() -> None:
 
     def checked(config: VllmConfig, *args: Any) -> None:  # noqa: ANN401 - passed on to vLLM
         finish(config, *args)
+        choose(config)
         refuse(config)
 
     VllmConfig.__post_init__ = checked
+
+
+def indexer_is_named() -> bool:
+    """Whether ``VLLM_PLUGINS`` has the indexer's plugin."""
+    from vllm import envs
+
+    return INDEXER_PLUGIN in (envs.VLLM_PLUGINS or ())
+
+
+def indexer_is_active() -> bool:
+    """Whether models of DeepSeek-V3.2 and GLM-5 get this package's indexer."""
+    from vllm.config import CompilationConfig
+
+    return OPERATOR in CompilationConfig._attention_ops
+
+
+def custom_is_ours() -> bool:
+    """Whether ``CUSTOM`` is this package's backend: the last plugin to register it has the name."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    custom = AttentionBackendEnum.CUSTOM
+    return bool(custom.is_overridden() and custom.get_path() == BACKEND)
+
+
+def unserved_gpu() -> str | None:
+    """The GPU, if this package has sparse attention for it and vLLM has none: sm_80 to sm_89.
+
+    vLLM's backends of sparse MLA support compute capabilities 9, 10 and 12, and its indexer calls
+    DeepGEMM, which needs the same.
+    """
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    if capability is None or capability.major != 8:
+        return None
+    return f"sm_{capability.to_int()}"
+
+
+def choose(config: VllmConfig) -> None:
+    """Choose ``CUSTOM`` where vLLM has no backend, and the format of FP8 caches for ``CUSTOM``.
+
+    A backend that the user chose stays.
+    """
+    from vllm.logger import init_logger
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    custom, attention = AttentionBackendEnum.CUSTOM, config.attention_config
+    speculative, model = config.speculative_config, config.model_config
+    if not custom_is_ours() or model is None or model.is_submodel_config:
+        return
+    models, drafts = set(model.architectures), set()
+    if speculative is not None and speculative.draft_model_config is not None:
+        drafts = set(speculative.draft_model_config.architectures)
+    served, chosen = {*DEEPSEEK_V4, *(DEEPSEEK_V32 if indexer_is_active() else ())}, set()
+    # Once the model has layers, vLLM makes the configuration of its drafts from this one. They have
+    # a backend of their own.
+    gpu = None if config.compilation_config.static_forward_context else unserved_gpu()
+    if gpu and attention.backend is None and models & served:
+        attention.backend = custom
+        chosen |= models & served
+    if gpu and drafts & served and speculative.attention_backend is None:
+        speculative.attention_backend = custom
+        chosen |= drafts & served
+    if chosen:
+        init_logger("vllm.sparsemla").info_once(
+            "sparsemla: vLLM has no sparse attention for %s: the attention backend CUSTOM and this "
+            "package's indexer serve %s",
+            gpu,
+            " and ".join(sorted(chosen)),
+        )
+    cache, kinds = config.cache_config, attention.backend_per_kind
+    if models & {*DEEPSEEK_V32} and custom in (attention.backend, kinds.get("mla_attention")):
+        cache.cache_dtype = FP8_CACHES.get(cache.cache_dtype, cache.cache_dtype)
+    if drafts & {*DEEPSEEK_V32} and speculative.attention_backend == custom:
+        drafted = speculative.kv_cache_dtype
+        speculative.kv_cache_dtype = FP8_CACHES.get(drafted, drafted)
 
 
 def refuse(config: VllmConfig) -> None:
@@ -70,17 +152,16 @@ def refuse(config: VllmConfig) -> None:
     Raises:
         ValueError: with the reason.
     """
-    from vllm import envs
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     custom, attention = AttentionBackendEnum.CUSTOM, config.attention_config
     speculative = config.speculative_config
-    ours = custom.is_overridden() and custom.get_path() == BACKEND  # the last plugin has the name
+    ours = custom_is_ours()
     per_kind = ours and custom in attention.backend_per_kind.values()
     in_target = per_kind or (ours and attention.backend == custom)
     in_draft = ours and speculative is not None and speculative.attention_backend == custom
-    has_indexer = INDEXER_PLUGIN in (envs.VLLM_PLUGINS or ())
+    has_indexer = indexer_is_named()
     model = config.model_config
     if not (in_target or in_draft or has_indexer) or model is None or model.is_submodel_config:
         return
@@ -98,11 +179,18 @@ def refuse(config: VllmConfig) -> None:
             "sparsemla: vLLM takes its own attention backend on XPU; serve without the attention "
             "backend CUSTOM"
         )
-    if served & set(DEEPSEEK_V32) and current_platform.is_rocm() and not has_indexer:
+    indexed = has_indexer and (models | drafts) & set(DEEPSEEK_V32)
+    if (served or indexed) and current_platform.is_rocm():
         raise ValueError(
-            "sparsemla: vLLM's class of DeepSeek-V3.2 for ROCm takes its own attention backend; "
-            f"name {INDEXER_PLUGIN} in VLLM_PLUGINS, which brings vLLM's portable class, or serve "
-            "without the attention backend CUSTOM"
+            "sparsemla: on ROCm vLLM has sparse attention of its own, and on gfx942 it writes "
+            "float8_e4m3fnuz codes, which mean other numbers to the kernels of this package; serve "
+            f"without the attention backend CUSTOM and without {INDEXER_PLUGIN} in VLLM_PLUGINS"
+        )
+    gpu = unserved_gpu()
+    if gpu and served & set(DEEPSEEK_V32) and not indexer_is_active():
+        raise ValueError(
+            f"sparsemla: vLLM's indexer of DeepSeek-V3.2 has no kernels for {gpu}; unset "
+            f"VLLM_PLUGINS, or name {INDEXER_PLUGIN} in it"
         )
     if permits_fp8_mma() and not served:
         raise ValueError(

@@ -85,8 +85,8 @@ CONFIG = _rows(
             compilation_config kernel_config lora_config offload_config speculative_config
             __post_init__
         get_current_vllm_config_or_none: settings while layers are built
-        CompilationConfig: graphs of prefills
-            cudagraph_mode
+        CompilationConfig: graphs of prefills, whether the indexer is active, the model's layers
+            _attention_ops cudagraph_mode static_forward_context
         CUDAGraphMode: graphs of prefills
             FULL
         CUDAGraphMode.mixed_mode: graphs of prefills
@@ -99,8 +99,8 @@ CONFIG = _rows(
             backend backend_per_kind hisparse_config indexer_sparse_logits
             indexer_tp_shard_min_rows use_non_causal
     vllm.config.cache:
-        CacheConfig: refused settings
-            kv_cache_dtype_skip_layers
+        CacheConfig: refused settings, and the format of FP8 caches
+            cache_dtype kv_cache_dtype_skip_layers
     vllm.config.kernel:
         KernelConfig: refused settings
             sparse_indexer_topk_backend
@@ -118,11 +118,11 @@ CONFIG = _rows(
         is_in_target_modules: refused settings
             module_name target_modules packed_modules_mapping
     vllm.config.speculative:
-        SpeculativeConfig: refused settings
-            attention_backend draft_model_config use_dspark
+        SpeculativeConfig: refused settings, and the backend and the caches of drafts
+            attention_backend draft_model_config kv_cache_dtype use_dspark
     vllm.platforms:
-        current_platform: refused platforms
-            is_fp8_fnuz is_rocm is_xpu
+        current_platform: refused platforms, and GPUs that vLLM does not serve
+            get_device_capability is_cpu is_cuda is_fp8_fnuz is_rocm is_xpu
     vllm.v1.attention.backends.registry:
         AttentionBackendEnum: name of it
             CUSTOM
