@@ -824,6 +824,49 @@ class TestSeveralDevices:
             enable(changed)
 
 
+class Streamer:
+    """Keeps the tokens that generate() gives it."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None: ...
+
+
+def test_what_the_guide_says_that_works(model, tmp_path):
+    """Beside the tests of generate, padding, compiled steps, packed rows and adapters."""
+    ids = tokens(1, 40)
+    embeds = model.get_input_embeddings()(ids)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, **options)
+    loss = model(ids, labels=ids).loss
+    with enable(model):
+        streamer = Streamer()
+        assert torch.equal(model.generate(ids, streamer=streamer, **options), expected)
+        assert streamer.tokens == expected[0].tolist()
+        assert torch.equal(model.generate(inputs_embeds=embeds, **options), expected[:, 40:])
+        assistant = make_model(num_hidden_layers=1)
+        assert torch.equal(model.generate(ids, assistant_model=assistant, **options), expected)
+        for cache in (
+            transformers.DynamicCache(),
+            transformers.DynamicCache(config=model.config),
+            transformers.StaticCache(config=model.config, max_cache_len=46),
+        ):
+            assert torch.equal(model.generate(ids, **{CACHE: cache}, **options), expected)
+        output = model(ids, labels=ids, output_hidden_states=True)
+        torch.testing.assert_close(output.loss, loss, rtol=1e-3, atol=1e-3)
+        assert len(output.hidden_states) == 3
+        assert model(ids, logits_to_keep=1).logits.shape == (1, 1, 256)
+        model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded.generate(ids, **options), expected)
+    with pytest.raises(ValueError, match="sparsemla"):
+        type(model).from_pretrained(tmp_path, attn_implementation="sparsemla")
+
+
 def test_generate_with_guessed_tokens(model):
     """Prompt lookup takes several tokens per step and crops wrong guesses."""
     ids = tokens(1, 20).repeat(1, 2)
