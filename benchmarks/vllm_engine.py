@@ -11,8 +11,8 @@ Modes with ``tp2`` share the heads between two GPUs, and those with ``dcp2`` the
 are compared with modes of one GPU. Where there are fewer GPUs, they are left out, with a line, and
 those with ``dcp2`` also where NCCL is older than 2.29.7.
 
-Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python examples/vllm_engine.py``, on
-two GPUs ``python examples/vllm_engine.py --gpus 2`` for the modes that need both.
+Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python benchmarks/vllm_engine.py``,
+on two GPUs with ``--gpus 2`` for the modes that need both.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The model is a DeepSeek-V3.2 of few layers with the true dims of attention and i
 experts and random weights. Each side serves it in a process of its own. Contexts of decodes are not
 computed: vLLM's ``DecodeBenchConnector`` takes them as given, and the caches hold random rows.
 
-Needs vLLM 0.33 and a Hopper GPU. Run ``python examples/vllm_bench.py``; rows are written as they
+Needs vLLM 0.33 and a Hopper GPU. Run ``python benchmarks/vllm_bench.py``; rows are written as they
 come. ``python benchmarks/engine.py`` makes the table and the figure of the docs of them.
 """
 

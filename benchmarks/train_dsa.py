@@ -9,8 +9,8 @@ the one before, the last two from the same ones and with the same batches:
     sparse     all weights: the language model over selected rows, the indexer on their attention
     control    as dense
 
-    python examples/train_dsa.py --size toy --out build/toy          # a CPU, under a minute
-    python examples/train_dsa.py --size h200 --out build/h200 --export build/h200/model
+    python benchmarks/train_dsa.py --size toy --out build/toy          # a CPU, under a minute
+    python benchmarks/train_dsa.py --size h200 --out build/h200 --export build/h200/model
 
 Run it again to continue where it stopped. ``log.jsonl`` has a line for every few steps, and
 ``results.json`` the table of the end. The exit status is 0 if all checks of the table passed.
