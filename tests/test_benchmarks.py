@@ -36,6 +36,35 @@ def test_the_scripts_for_engines_say_what_they_take(run_python, name, option):
     assert option in done.stdout
 
 
+def test_enable_is_timed_beside_transformers_where_tokens_agree(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    import transformers_bench as bench
+
+    monkeypatch.setattr(bench, "CHUNK", 32)
+    monkeypatch.setattr(bench, "TIMED", 2)
+    small = {"hidden_size": 256, "intermediate_size": 64, "q_lora_rank": 64, "vocab_size": 512}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 4, "index_n_heads": 4}
+    options = {"layers": 1, "graphs": False, "index_topk": 48, **small}
+    path = tmp_path / "rows.json"
+    assert bench.run("cpu", [80], path=path, **options) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["side"] for row in rows] == ["transformers", "bf16_576v512", "fp8_ds_mla"]
+    assert [row["cache_bytes"] for row in rows][1:] == [1408, 788]
+    assert all(min(row["whole_s"], row["chunked_s"], row["step_ms"]) > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+    measure = bench.measure
+
+    def wrong(model, ids, name, **options):
+        row, tokens = measure(model, ids, name, **options)
+        return row, tokens if name != "fp8_ds_mla" else [0, *tokens[1:]]
+
+    monkeypatch.setattr(bench, "measure", wrong)
+    assert bench.run("cpu", [80], path=path, **options) == 1
+    assert "fp8_ds_mla: OTHER tokens" in capsys.readouterr().out
+    assert len(json.loads(path.read_text())["rows"]) == 2
+
+
 def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     from vllm_engine import MODES, NCCL, PAIRS, select_modes
 
