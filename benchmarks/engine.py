@@ -1,4 +1,4 @@
-"""The table and figure of docs/vllm-evidence.md, from what ``examples/vllm_bench.py`` has measured.
+"""The table and figure of docs/vllm-evidence.md, from what ``vllm_bench.py`` has measured.
 
 Run it after a new measurement: ``python benchmarks/engine.py``. ``tests/test_docs.py`` fails if the
 committed table or figure differs from those that the measurements give.
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from figures import FAINT, INK, OURS, PEER, ROOT, box, text
-
 from sparsemla_lab.bench.report import BEGIN, END
 
 DATA = ROOT / "benchmarks" / "engine-h200.json"
@@ -163,7 +162,7 @@ def figure(found: list[Pair]) -> str:
 
 
 def load(path: Path = DATA) -> list[Pair]:
-    """The pairs of a file that ``examples/vllm_bench.py`` wrote."""
+    """The pairs of a file that ``benchmarks/vllm_bench.py`` wrote."""
     return pairs(json.loads(path.read_text(encoding="utf-8"))["rows"])
 
 

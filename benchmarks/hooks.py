@@ -1,4 +1,4 @@
-"""The table of docs/sglang-evidence.md, from what ``examples/sglang_hooks.py`` has measured.
+"""The table of docs/sglang-evidence.md, from what ``sglang_hooks.py`` has measured.
 
 Run it after a new measurement: ``python benchmarks/hooks.py``. ``tests/test_docs.py`` fails if the
 committed table differs from the one that the measurements give.
@@ -18,7 +18,7 @@ DOCUMENT = ROOT / "docs" / "sglang-evidence.md"
 
 
 def load(path: Path = DATA) -> dict[str, Any]:
-    """What ``examples/sglang_hooks.py`` wrote."""
+    """What ``benchmarks/sglang_hooks.py`` wrote."""
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 

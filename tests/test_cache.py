@@ -75,6 +75,14 @@ def test_write_of_no_rows(fmt):
     assert (cache.data.view(torch.uint8) == 0).all()
 
 
+def test_a_cache_prints_sizes_and_no_values():
+    cache = PagedCache.allocate(FP8_DS_MLA, 3, 7)
+    assert repr(cache) == "PagedCache(fp8_ds_mla, 3 pages of 7 rows on cpu)"
+    data, _ = FP8_DS_MLA.allocate(3, 7, num_layers=2, device="meta")
+    shared = PagedCache(data, FP8_DS_MLA)
+    assert repr(shared) == "PagedCache(fp8_ds_mla, 3 pages of 7 rows in each of 2 layers on meta)"
+
+
 @by_format
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64])
 def test_layers_share_pages_but_no_rows(fmt, page_size):

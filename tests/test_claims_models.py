@@ -479,7 +479,6 @@ def rewind() -> str:
 
 # Figures in place of {}: the text of a page, and functions that read them.
 CLAIMS: list[tuple[str, str, Figures]] = [
-    (V4, "passed `sparsemla verify` on an H200 ({};", [lambda: commit_of("h200")]),
     (V4, "A row takes {} bytes in FP8 or {} in bfloat16.", bytes_of(FP8_584, BF16_512)),
     (V4, "at most {} in a context of 1M tokens.", [lambda: str((1 << 20) // 128)]),
     (
@@ -876,12 +875,12 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         "docs/transformers.md",
-        "`cache_format=FP8_DS_MLA` stores {} bytes per token and layer instead of {}.",
+        '`cache_format="fp8_ds_mla"` stores {} bytes per token and layer instead of {}.',
         bytes_of(FP8_DS_MLA, BF16_576),
     ),
     (
         "docs/quickstart/transformers.md",
-        "# 2 layers of {} + {} bytes",
+        "# layers, formats, 2 x ({} + {}) =",
         bytes_of(FP8_DS_MLA, INDEX_FP8),
     ),
     (

@@ -223,6 +223,25 @@ def test_guides_are_short(page: Path) -> None:
     assert num_words(page) <= 1500
 
 
+COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7}\b")
+READ_FIRST = ("Start", "Quickstarts", "Guides", "Coming from")
+"""Sections of the site whose pages are read by those who do not know the repository."""
+
+
+def test_pages_that_are_read_first_name_no_commits() -> None:
+    yaml = pytest.importorskip("yaml")
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    pages = {"README.md", "docs/index.md", "docs/adding-a-kernel.md"}
+    for entry in site["nav"]:
+        ((title, target),) = entry.items()
+        if title in READ_FIRST:
+            pages |= {f"docs/{name}" for page in target for name in page.values()}
+    assert len(pages) > 18
+    for page in sorted(pages):
+        text = LINK.sub("", BLOCK.sub("", (ROOT / page).read_text(encoding="utf-8")))
+        assert COMMIT.findall(text) == [], page
+
+
 def test_installs_are_from_a_checkout() -> None:
     """Until a release, the name on PyPI is nobody's or a stranger's."""
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
@@ -256,8 +275,7 @@ def test_the_figure_shows_the_measurements() -> None:
     assert figures["FIGURE"].read_text(encoding="utf-8") == drawn
 
 
-def test_the_rows_of_the_engine_are_shown(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def test_the_rows_of_the_engine_are_shown() -> None:
     import engine
 
     if not engine.DATA.exists():
@@ -268,8 +286,7 @@ def test_the_rows_of_the_engine_are_shown(monkeypatch) -> None:
     assert engine.with_table(document, measured) == document
 
 
-def test_the_rows_beside_sglang_are_shown(monkeypatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+def test_the_rows_beside_sglang_are_shown() -> None:
     import hooks
 
     if not hooks.DATA.exists():

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import unittest
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -1192,7 +1191,7 @@ def has_cache(function):
     return hasattr(function, "cache_clear")
 
 
-# examples/sglang_hooks.py at small sizes, with a stand-in for each kernel that needs a GPU.
+# benchmarks/sglang_hooks.py at small sizes, with a stand-in for each kernel that needs a GPU.
 
 
 def rows_in(data):
@@ -1302,7 +1301,6 @@ def test_the_example_measures_every_method(example, monkeypatch, tmp_path, capsy
             assert 0 <= row["theirs_error"] <= 1  # another batch, which some CPUs round otherwise
     assert "0 of 13 rows differ; failed: none" in capsys.readouterr().out
 
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
     import hooks
 
     document = hooks.with_table(f"a\n{BEGIN}\n{END}\nz\n", hooks.load(file))

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 from sparsemla import FP8_DS_MLA  # noqa: E402
 from sparsemla.backends.transformers import (  # noqa: E402
     TrainingAttention,
+    disable,
     enable,
     pack_selections,
     split_selections,
@@ -645,7 +646,7 @@ class TestRefusals:
             assert isinstance(training, TrainingAttention)
             with pytest.raises(ValueError, match="stage must be one of dense, warmup, sparse"):
                 training.stage = "wrong"  # type: ignore[assignment]
-            with pytest.raises(ValueError, match="must not be enabled already"):
+            with pytest.raises(ValueError, match="must keep its options within a with block"):
                 enable(model)
 
     def test_of_models(self, model, monkeypatch):
@@ -699,6 +700,29 @@ class TestRefusals:
             pytest.raises(ValueError, match="enable\\(model\\) without training generates"),
         ):
             model.generate(tokens(1, 3), max_new_tokens=2)
+
+
+def test_enabling_again(model):
+    training = enable(model, training="dense")
+    assert enable(model, training="dense") is training
+    training.stage = "sparse"
+    assert enable(model, training=True) is training
+    assert repr(training) == (
+        "TrainingAttention of DeepseekV32ForCausalLM: 2 layers, training='sparse', "
+        "index_loss_coefficient=1.0, record_selections=False"
+    )
+    renewed = enable(model, training="dense")
+    assert renewed is not training
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        handle = enable(model)
+        assert model(tokens(), use_cache=True).past_key_values is handle.cache is not None
+        handle.disable()
+        enable(model, training="dense")
+        assert torch.equal(model(tokens()).logits, expected)
+    disable(model)
+    assert "forward" not in vars(model)
+    assert "forward" not in vars(model.model)
 
 
 def test_without_a_head(model):

@@ -25,6 +25,7 @@ from sparsemla import (
     bf16_format,
     decode_branch,
     e4m3_format,
+    explain,
     plan_batch,
 )
 
@@ -32,8 +33,9 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.generation import CompileConfig  # noqa: E402
 
-from sparsemla.backends.transformers import LatentCache, enable  # noqa: E402
+from sparsemla.backends.transformers import LatentCache, disable, enable  # noqa: E402
 from sparsemla.backends.transformers.cache import CACHE  # noqa: E402
+from sparsemla.backends.transformers.layers import Example  # noqa: E402
 from sparsemla_lab.testing.models import CLASSES, copying_model  # noqa: E402
 
 TOPK = 16
@@ -822,6 +824,49 @@ class TestSeveralDevices:
             enable(changed)
 
 
+class Streamer:
+    """Keeps the tokens that generate() gives it."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None: ...
+
+
+def test_what_the_guide_says_that_works(model, tmp_path):
+    """Beside the tests of generate, padding, compiled steps, packed rows and adapters."""
+    ids = tokens(1, 40)
+    embeds = model.get_input_embeddings()(ids)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids, **options)
+    loss = model(ids, labels=ids).loss
+    with enable(model):
+        streamer = Streamer()
+        assert torch.equal(model.generate(ids, streamer=streamer, **options), expected)
+        assert streamer.tokens == expected[0].tolist()
+        assert torch.equal(model.generate(inputs_embeds=embeds, **options), expected[:, 40:])
+        assistant = make_model(num_hidden_layers=1)
+        assert torch.equal(model.generate(ids, assistant_model=assistant, **options), expected)
+        for cache in (
+            transformers.DynamicCache(),
+            transformers.DynamicCache(config=model.config),
+            transformers.StaticCache(config=model.config, max_cache_len=46),
+        ):
+            assert torch.equal(model.generate(ids, **{CACHE: cache}, **options), expected)
+        output = model(ids, labels=ids, output_hidden_states=True)
+        torch.testing.assert_close(output.loss, loss, rtol=1e-3, atol=1e-3)
+        assert len(output.hidden_states) == 3
+        assert model(ids, logits_to_keep=1).logits.shape == (1, 1, 256)
+        model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded.generate(ids, **options), expected)
+    with pytest.raises(ValueError, match="sparsemla"):
+        type(model).from_pretrained(tmp_path, attn_implementation="sparsemla")
+
+
 def test_generate_with_guessed_tokens(model):
     """Prompt lookup takes several tokens per step and crops wrong guesses."""
     ids = tokens(1, 20).repeat(1, 2)
@@ -852,6 +897,97 @@ def test_disable_restores_the_model_bit_for_bit(model):
     handle.disable()
     assert torch.equal(model(ids).logits, before)
     assert set(vars(model.model)) == attributes
+
+
+class TestEnablingAgain:
+    """As when a cell of a notebook runs twice."""
+
+    def test_the_same_arguments_return_the_handle(self, model):
+        handle = enable(model, cache_format="fp8_ds_mla")
+        cache = model(tokens(1, 20)).past_key_values
+        assert enable(model, cache_format=FP8_DS_MLA) is handle
+        assert handle.cache is cache
+        disable(model)
+        disable(model)
+
+    def test_other_arguments_renew_it(self, model):
+        ids = tokens(1, 20)
+        plain, attributes = model(ids).logits, set(vars(model.model))
+        with enable(model, cache_format="fp8_ds_mla"):
+            expected = model(ids).logits
+        old = enable(model)
+        new = enable(model, cache_format="fp8_ds_mla")
+        assert new is not old
+        assert torch.equal(model(ids).logits, expected)
+        old.disable()  # no longer that of the model
+        assert torch.equal(model(ids).logits, expected)
+        assert old.cache is None
+        disable(model)
+        assert torch.equal(model(ids).logits, plain)
+        assert set(vars(model.model)) == attributes
+
+    def test_an_error_leaves_the_handle_in_place(self, model):
+        handle = enable(model)
+        with pytest.raises(ValueError, match="page_size must be at least 1"):
+            enable(model, page_size=0)
+        assert enable(model) is handle
+        disable(model)
+
+    def test_the_outermost_block_disables(self, model):
+        with enable(model) as handle:
+            with enable(model) as again:
+                assert again is handle
+            assert "forward" in vars(model.model)
+            with pytest.raises(ValueError, match="options within a with block, got page_size=7"):
+                enable(model, page_size=7)
+        assert "forward" not in vars(model.model)
+        handle.disable()
+
+    def test_another_part_of_the_model(self, model):
+        with enable(model), pytest.raises(ValueError, match="be the DeepseekV32ForCausalLM that"):
+            enable(model.model)
+
+    def test_a_copy_has_a_handle_of_its_own(self, model):
+        with enable(model) as handle:
+            copied = copy.deepcopy(model)
+            own = enable(copied)
+            assert own is not handle
+            assert enable(copied) is own
+        assert "forward" in vars(copied.model)
+        disable(copied)
+        assert "forward" not in vars(copied.model)
+
+
+def test_the_handle_prints_layers_formats_bytes_and_kernels(model):
+    handle = enable(model, cache_format="fp8_ds_mla", page_size=16)
+    lines = [
+        "PagedAttention of DeepseekV32ForCausalLM: 2 layers on cpu",
+        "  rows: fp8_ds_mla; index keys: index_fp8",
+        "  cache: 1576 bytes a token",
+        "  decode kernels: indexer_topk cpu, sparse_decode cpu",
+    ]
+    assert repr(handle).splitlines() == lines
+    model(tokens(1, 20))
+    lines[2] += f", {2 * 16 * 1576} in use"
+    assert repr(handle).splitlines() == lines
+    handle.disable()
+    assert repr(handle).startswith("PagedAttention of DeepseekV32ForCausalLM, disabled: 2 layers")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gpu", "expected"),
+    [
+        ({"heads": 128, "width": 2048, "index_heads": 64, "topk": 2048}, "sm_90", {"sm90"}),
+        ({"heads": 128, "width": None}, "sm_80", {"sm80"}),
+        ({"heads": 64, "width": 128, "extra_width": 512, "has_sink": True}, "sm_90", {"sm90"}),
+    ],
+    ids=["selected", "dense", "two selections"],
+)
+def test_the_kernels_of_a_handle_are_those_of_the_gpu(sizes, gpu, expected):
+    example = Example(**sizes)
+    found = explain(example.run, FP8_DS_MLA, INDEX_FP8, 64, torch.device("meta"), gpu=gpu)
+    assert {name.split(".")[0] for name in found.kernels.values()} == expected
+    assert ("indexer_topk" in found.kernels) == bool(example.index_heads)
 
 
 def test_disable_restores_a_forward_that_was_replaced_before(model):
@@ -1065,6 +1201,16 @@ def test_backward_raises_an_error(model):
 
 
 class TestRefusals:
+    def test_a_model_within_an_adapter_of_another_package(self):
+        """PEFT's models are no models of transformers."""
+
+        class Adapted(torch.nn.Module):
+            def get_base_model(self) -> None: ...
+
+        for call in (enable, disable):
+            with pytest.raises(TypeError, match=r"which get_base_model\(\) returns, got Adapted"):
+                call(Adapted())
+
     def test_other_architectures(self):
         config = transformers.LlamaConfig(
             vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1
@@ -1073,10 +1219,6 @@ class TestRefusals:
             enable(transformers.LlamaForCausalLM(config))
         with pytest.raises(TypeError, match="must be a PreTrainedModel, got Linear"):
             enable(torch.nn.Linear(2, 2))
-
-    def test_enabling_twice(self, model):
-        with enable(model), pytest.raises(ValueError, match="enabled already"):
-            enable(model)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

@@ -144,6 +144,16 @@ def assert_same(got: list[Tensor], expected: list[Tensor], name: str) -> None:
         assert torch.equal(torch.as_tensor(ours.detach()), theirs.detach()), name
 
 
+def test_each_handle_prints_its_kernels(model):
+    with enable(model) as handle:
+        *_, line = repr(handle).splitlines()
+    attends = (
+        "dense_decode cpu" if model.config.model_type == "deepseek_v3" else "sparse_decode cpu"
+    )
+    assert line.endswith(attends)
+    assert ("indexer_topk cpu" in line) == ("dense" not in attends)
+
+
 @pytest.mark.parametrize("state", STATES)
 def test_results_have_the_same_bits(model, expected, state):
     wrap = (lambda x: x.as_subclass(Wrapped)) if state == "subclass" else (lambda x: x)

@@ -17,7 +17,7 @@ from sparsemla import e4m3_format
 
 transformers = pytest.importorskip("transformers")
 
-from sparsemla.backends.transformers import enable  # noqa: E402
+from sparsemla.backends.transformers import disable, enable  # noqa: E402
 from sparsemla.backends.transformers.layers import LINEAR  # noqa: E402
 from sparsemla_lab.testing.models import CLASSES, copying_model  # noqa: E402
 from sparsemla_lab.testing.models_glm5 import pooled_model  # noqa: E402
@@ -170,6 +170,97 @@ class TestAdapters:
         got = torch.cat([part.logits for part in parts], 1)
         change = (expected - plain)[:, -2:].norm()
         assert (got - expected[:, -2:]).norm() < 0.1 * change
+
+
+ATTENTION = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+
+
+@pytest.mark.filterwarnings("ignore:target_parameters:RuntimeWarning")  # of a model without experts
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`lora_bias=True`")
+class TestPEFT:
+    """The table of docs/transformers-details.md."""
+
+    @pytest.fixture
+    def with_adapter(self):
+        peft = pytest.importorskip("peft")
+
+        def make(model: Any, target_modules: Any, **options: Any) -> Any:
+            config = peft.LoraConfig(r=4, target_modules=target_modules, **options)
+            adapted = peft.get_peft_model(model, config)
+            generator = torch.Generator().manual_seed(0)
+            for name, parameter in adapted.named_parameters():
+                if "lora_B" in name:  # 0 at first
+                    parameter.data.normal_(0, 0.05, generator=generator)
+            return adapted.eval()
+
+        return make
+
+    @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+    @pytest.mark.parametrize(
+        ("targets", "dropout"),
+        [
+            (ATTENTION, 0.1),
+            (["kv_b_proj"], 0.0),
+            (["wq_b", "wk", "weights_proj"], 0.1),
+            ("all-linear", 0.0),
+        ],
+        ids=lambda value: "-".join(value) if isinstance(value, list) else str(value),
+    )
+    def test_target_modules(self, with_adapter, model_type, targets, dropout):
+        ids = torch.arange(40)[None] % 128
+        plain = copying_model(model_type, index_topk=64)
+        before = plain(ids).logits
+        adapted = with_adapter(plain, targets, lora_dropout=dropout)
+        expected = adapted(ids).logits
+        with enable(adapted.get_base_model()):
+            got = adapted(ids).logits
+        size = (expected - before).abs().max() if "q_b_proj" in targets else expected.abs().max()
+        assert (got - expected).abs().max() < 0.05 * size
+        with torch.enable_grad(), enable(adapted.get_base_model(), training=True):
+            adapted.train()
+            adapted(input_ids=ids, labels=ids).loss.backward()
+        trained = {name: x for name, x in adapted.named_parameters() if x.requires_grad}
+        assert trained
+        assert [name for name, x in trained.items() if x.grad is None or not x.grad.any()] == []
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"lora_dropout": 0.1}, r"no dropout in .*kv_b_proj\.lora_dropout"),
+            ({"lora_bias": True}, r"no bias in .*kv_b_proj\.lora_B"),
+            ({"modules_to_save": ["indexer"]}, "got .*ModulesToSaveWrapper"),
+        ],
+        ids=["dropout", "bias", "indexer"],
+    )
+    def test_refusals_in_training(self, with_adapter, options, message):
+        adapted = with_adapter(copying_model("deepseek_v32"), ["kv_b_proj"], **options).train()
+        ids = torch.arange(40)[None]
+        with pytest.raises(ValueError, match=message):  # noqa: PT012 - by enable, or by the forward
+            enable(adapted.get_base_model(), training=True)
+            adapted(input_ids=ids, labels=ids)
+        disable(adapted.get_base_model())
+
+    @pytest.mark.parametrize("module", ["kv_a_layernorm", "indexer"])
+    def test_refusals_in_inference(self, with_adapter, module):
+        adapted = with_adapter(
+            copying_model("deepseek_v32"), ["q_b_proj"], modules_to_save=[module]
+        )
+        with pytest.raises(ValueError, match=r"got .*ModulesToSaveWrapper"):
+            enable(adapted.get_base_model())
+
+    def test_a_norm_trains(self, with_adapter):
+        """Its forward is called in training."""
+        adapted = with_adapter(
+            copying_model("deepseek_v32"), ["q_b_proj"], modules_to_save=["kv_a_layernorm"]
+        ).train()
+        ids = torch.arange(40)[None]
+        with torch.enable_grad(), enable(adapted.get_base_model(), training=True):
+            adapted(input_ids=ids, labels=ids).loss.backward()
+        norms = [x for name, x in adapted.named_parameters() if "layernorm.modules_to_save" in name]
+        assert norms
+        assert all(x.grad is not None and x.grad.any() for x in norms)
 
 
 def test_a_projection_with_a_parametrization_is_what_it_computes():

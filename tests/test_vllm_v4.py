@@ -741,7 +741,7 @@ def build_model(model_config, monkeypatch):
 
 
 def test_the_model_reads_published_weights(build_model, model_config):
-    """As `examples/vllm_engine.py` writes them for a model of transformers."""
+    """As `benchmarks/vllm_engine.py` writes them for a model of transformers."""
     other = DeepseekV4ForCausalLM(model_config.hf_config)
     weights = published_weights(other)
     assert {"layers.2.ffn.experts.1.w3.weight", "layers.0.ffn.gate.bias"} <= set(weights)

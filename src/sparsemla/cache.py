@@ -49,6 +49,8 @@ class PagedCache:
     >>> cache.write(torch.tensor([3, 64]), torch.randn(2, 576))
     >>> cache.read(torch.tensor([64])).shape
     torch.Size([1, 576])
+    >>> cache
+    PagedCache(fp8_ds_mla, 8 pages of 64 rows on cpu)
     """
 
     data: Tensor
@@ -73,6 +75,13 @@ class PagedCache:
                 f"got {fmt}"
             )
         self.check_layout()
+
+    def __repr__(self) -> str:
+        """Format and sizes; no values, for which a GPU would be waited for."""
+        num_pages, *layers, page_size, _ = self.data.shape
+        of_layers = f" in each of {layers[0]} layers" if layers else ""
+        where = f"{num_pages} pages of {page_size} rows{of_layers} on {self.data.device}"
+        return f"PagedCache({self.format.name}, {where})"
 
     def check_layout(self) -> None:
         """Check data and scales against the format, whether :func:`get_format` knows it or not."""

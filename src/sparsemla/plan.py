@@ -107,6 +107,8 @@ class Plan:
     (2, 5)
     >>> plan.prefills.input_row_offsets, plan.prefills.positions
     (tensor([0, 5], dtype=torch.int32), tensor([ 7,  8,  9, 10, 11]))
+    >>> plan
+    Plan(2 decodes with 2 tokens, 1 prefills with 5, up to 12 long, pages of 8 rows on cpu)
     """
 
     num_requests: int
@@ -132,6 +134,14 @@ class Plan:
     max_prefill_seq_len: int = 0
     max_prefill_context_len: int = 0
     ratio: int = 1
+
+    def __repr__(self) -> str:
+        """Sizes; no values, for which a GPU would be waited for."""
+        return (
+            f"Plan({self.num_decodes} decodes with {self.num_decode_tokens} tokens, "
+            f"{self.num_prefills} prefills with {self.num_prefill_tokens}, up to "
+            f"{self.max_seq_len} long, pages of {self.page_size} rows on {self.page_table.device})"
+        )
 
     @property
     def decodes(self) -> Plan:

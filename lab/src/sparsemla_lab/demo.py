@@ -1,6 +1,6 @@
 """The demo: what a trained model loses, finds and saves with sparse attention, on a CPU.
 
-The model in the package is a small DeepSeek-V3.2 that ``examples/train_dsa.py`` trained on Python
+The model in the package is a small DeepSeek-V3.2 that ``benchmarks/train_dsa.py`` trained on Python
 sources and on recall; its tokens are bytes. Everything that it reads here it has never seen. It
 runs in transformers, with the same weights and five kinds of attention: transformers' own to all
 rows, this package's to the rows that the indexer selects, over two caches, and transformers' own to

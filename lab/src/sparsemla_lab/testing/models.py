@@ -32,6 +32,7 @@ def copying_model(
     lag: int = 37,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
     **sizes: object,
 ) -> PreTrainedModel:
     """A model that predicts the successor of the token ``lag`` positions back.
@@ -46,6 +47,7 @@ def copying_model(
         lag: distance between a token and its prediction; the prompt must be longer.
         seed: seed of the weights.
         dtype: dtype of the finished model.
+        device: where the weights are drawn; other devices draw other ones.
         sizes: fields of the configuration that replace the defaults.
     """
     settings: dict[str, Any] = {
@@ -74,8 +76,9 @@ def copying_model(
         settings["mlp_layer_types"] = ["dense"] * 2
         settings["hc_mult"] = 1
     config = getattr(transformers, f"{CLASSES[model_type]}Config")(**(settings | sizes))
-    model = getattr(transformers, f"{CLASSES[model_type]}ForCausalLM")(config).eval()
-    generator = torch.Generator().manual_seed(seed)
+    with torch.device(device):
+        model = getattr(transformers, f"{CLASSES[model_type]}ForCausalLM")(config).eval()
+    generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -88,7 +91,7 @@ def copying_model(
         embeddings[:, 0] = 0
         embeddings.mul_(config.hidden_size**0.5 / embeddings.norm(dim=1, keepdim=True))
         embeddings[:, 0] = CONSTANT
-        successors = torch.randperm(config.vocab_size, generator=generator)
+        successors = torch.randperm(config.vocab_size, generator=generator, device=generator.device)
         model.lm_head.weight[successors] = embeddings
         model.lm_head.weight[:, 0] = 0
         _look_back(model.model, lag, generator)
@@ -148,6 +151,7 @@ def _look_back(base: PreTrainedModel, lag: int, generator: torch.Generator) -> N
 
 def _orthonormal(rows: int, cols: int, generator: torch.Generator) -> Tensor:
     """``[rows, cols]`` with orthonormal columns if it is tall, else orthonormal rows."""
-    tall = torch.randn(max(rows, cols), min(rows, cols), generator=generator)
+    shape = max(rows, cols), min(rows, cols)
+    tall = torch.randn(shape, generator=generator, device=generator.device)
     q = torch.linalg.qr(tall)[0]
     return q if rows >= cols else q.T

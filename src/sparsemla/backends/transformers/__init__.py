@@ -9,7 +9,7 @@ rows that all heads share and attends to the selected ones only.
 same selections.
 """
 
-from sparsemla.backends.transformers.attention import PagedAttention, enable, refuse
+from sparsemla.backends.transformers.attention import PagedAttention, disable, enable, refuse
 from sparsemla.backends.transformers.cache import BatchCache
 from sparsemla.backends.transformers.deepseek_v4 import CompressedCache
 from sparsemla.backends.transformers.glm5_next import PooledCache
@@ -24,6 +24,7 @@ __all__ = [
     "PagedAttention",
     "PooledCache",
     "TrainingAttention",
+    "disable",
     "enable",
     "pack_selections",
     "refuse",

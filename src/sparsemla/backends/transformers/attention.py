@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, 
 from sparsemla.backends.transformers.cache import CACHE, BatchCache, one_cache
 from sparsemla.backends.transformers.deepseek_v4 import CompressedLayers
 from sparsemla.backends.transformers.glm5_next import PooledLayers
-from sparsemla.backends.transformers.handle import Handle
+from sparsemla.backends.transformers.handle import Handle, handle_of, renew
 from sparsemla.backends.transformers.keywords import split_keywords
 from sparsemla.backends.transformers.latent import ARCHITECTURES, LatentLayers
 from sparsemla.backends.transformers.layers import Layers
@@ -89,25 +89,50 @@ class PagedAttention(Handle):
             its entries and for GLM-5.3 among its pools; then -1.
     """
 
-    def __init__(self, model: PreTrainedModel, base: PreTrainedModel, layers: Layers) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        base: PreTrainedModel,
+        layers: Layers,
+        options: Mapping[str, object],
+    ) -> None:
+        super().__init__(model, base)
         self.cache: BatchCache | None = None
         self.selections: list[dict[int, Tensor]] = []
-        self._base = base
         self._layers = layers
+        self._options = options
         self._layer_formats = self.new_cache(0).formats
         self._replaced_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
-        self._base_forward = base.forward
-        self._replace(base, "forward", self._forward)
-        if isinstance(model, GenerationMixin):
-            generates: Any = model
+
+    @property
+    def options(self) -> Mapping[str, object]:
+        return self._options
+
+    def _install(self) -> None:
+        self._base_forward = self._base.forward
+        self._replace(self._base, "forward", self._forward)
+        if isinstance(self._model, GenerationMixin):
+            generates: Any = self._model
             prepare = generates.prepare_inputs_for_generation
             # Keep the wrapped signature, which generate() reads.
             step = functools.update_wrapper(functools.partial(prepare_step, prepare), prepare)
             self._replace(generates, "prepare_inputs_for_generation", step)
             self._replace(generates, "create_masks_for_generate", mask_for_generate)
-        for layer_idx, module in layers.modules.items():
+        for layer_idx, module in self._layers.modules.items():
             self._replace(module, "forward", functools.partial(self._attend, layer_idx))
+
+    def __repr__(self) -> str:
+        """Layers, formats, bytes, and the kernels of a decode step of one token."""
+        layers, empty = self._layers, self._layers.new_cache(0)
+        rows, keys = layers.formats
+        held = "" if self.cache is None else f", {self.cache.nbytes} in use"
+        lines = [
+            f"{self._title()}: {len(layers.modules)} layers on {', '.join(layers.devices)}",
+            f"rows: {rows.name}" + (f"; index keys: {keys.name}" if keys else ""),
+            f"cache: {empty.bytes_per_token:g} bytes a token{held}",
+            "decode kernels: " + ", ".join(f"{op} {name}" for op, name in layers.kernels().items()),
+        ]
+        return "\n  ".join(lines)
 
     def new_cache(self, batch_size: int, max_length: int | None = None) -> BatchCache:
         """An empty cache for the model, for ``cache`` or, before 5.24, ``past_key_values``.
@@ -325,7 +350,9 @@ def enable(
 ) -> PagedAttention | TrainingAttention:
     """Plug this package's attention into a DeepSeek, GLM-5, A.X-K2 or Hunyuan V4 model.
 
-    The model is changed in place until :meth:`PagedAttention.disable`. Every use of its forward
+    The model is changed in place until :meth:`PagedAttention.disable` or :func:`disable`. A second
+    call with the same arguments returns the same handle; with others it disables that handle and
+    returns a new one. Every use of the model's forward
     works as before: ``generate`` (greedy, sampling, beams, a static cache), batches with padding on
     either side, ``use_cache=False``, a second call that continues on ``past_key_values``. Several
     sequences in a row attend to themselves, and keep no cache. The attention output of padding is
@@ -362,11 +389,12 @@ def enable(
 
     Raises:
         TypeError: a model or format of another kind.
-        ValueError: another architecture, a model that is enabled already, a layer with its
-            attention offloaded or on several devices, a format or head size that does not fit, a
-            copied projection with a bias, a hook or another output than a matrix, or a hook or a
-            forward of another package on a module whose parameters are read: the norm of the
-            latent, indexers, compressors. The model's forward raises the same for later changes.
+        ValueError: another architecture, other arguments than those of the ``with`` block around
+            the call, another part of a model that is enabled, a layer with its attention offloaded
+            or on several devices, a format or head size that does not fit, a copied projection
+            with a bias, a hook or another output than a matrix, or a hook or a forward of another
+            package on a module whose parameters are read: the norm of the latent, indexers,
+            compressors. The model's forward raises the same for later changes.
             The model's forward raises ValueError for 4D masks, caches of another kind,
             ``output_attentions``, dropout, training and boundaries of sequences that contradict
             each other, and TypeError for keywords that attention does not read. With ``training``:
@@ -376,15 +404,9 @@ def enable(
     Source: transformers 5.17 and 5.24, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
     ``glm_moe_dsa``, ``glm5_next``, ``axk2`` and ``hy_v4``.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a PreTrainedModel, got {type(model).__name__}")
-    base: Any = model.base_model
-    base = getattr(base, "language_model", base)  # of a model that reads images, too
-    config = base.config
-    if reason := refuse(config.model_type):
+    base = _base_of(model)
+    if reason := refuse(base.config.model_type):
         raise ValueError(reason)
-    if isinstance(getattr(vars(base).get("forward"), "__self__", None), Handle):
-        raise ValueError("model must not be enabled already: disable its handle first")
     if training is False and index_loss_coefficient != 1.0:
         raise ValueError(
             "index_loss_coefficient must be left out without training, got "
@@ -401,17 +423,48 @@ def enable(
                 f"training must be True, False or one of {', '.join(STAGES)}, got {training!r}"
             )
         check_number("index_loss_coefficient", index_loss_coefficient)
-        return TrainingAttention(
-            model,
-            "sparse" if training is True else training,
-            index_loss_coefficient=index_loss_coefficient,
-            record_selections=record_selections,
-        )
-    layers = LAYERS[config.model_type](
-        base,
-        cache_format=None if cache_format is None else as_format("cache_format", cache_format),
-        index_format=None if index_format is None else as_format("index_format", index_format),
-        page_size=page_size,
-        records=record_selections,
-    )
-    return PagedAttention(model, base, layers)
+        trains: dict[str, Any] = {
+            "training": "sparse" if training is True else training,
+            "index_loss_coefficient": index_loss_coefficient,
+            "record_selections": record_selections,
+        }
+        return renew(model, base, trains, lambda: TrainingAttention(model, **trains))
+    options: dict[str, Any] = {
+        "cache_format": cache_format
+        if cache_format is None
+        else as_format("cache_format", cache_format),
+        "index_format": index_format
+        if index_format is None
+        else as_format("index_format", index_format),
+        "page_size": page_size,
+        "record_selections": record_selections,
+    }
+
+    def make() -> PagedAttention:
+        layers = LAYERS[base.config.model_type](base, **options)
+        return PagedAttention(model, base, layers, options)
+
+    return renew(model, base, options, make)
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Restore transformers' own attention; a model that is not enabled stays as it is.
+
+    Args:
+        model: as it was given to :func:`enable`.
+
+    Raises:
+        TypeError: a model of another kind.
+    """
+    handle = handle_of(_base_of(model))
+    if handle is not None:
+        handle.disable()
+
+
+def _base_of(model: PreTrainedModel) -> Any:  # noqa: ANN401 - its attributes depend on its class
+    """The part of a model with the layers."""
+    if not isinstance(model, PreTrainedModel):
+        inner = ", which get_base_model() returns" if hasattr(model, "get_base_model") else ""
+        raise TypeError(f"model must be a PreTrainedModel{inner}, got {type(model).__name__}")
+    base: Any = model.base_model
+    return getattr(base, "language_model", base)  # of a model that reads images, too

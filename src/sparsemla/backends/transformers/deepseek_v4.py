@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from sparsemla.backends.transformers.cache import CACHE, BatchCache, Pages, ordinary_tensors
 from sparsemla.backends.transformers.layers import (
+    Example,
     Layers,
     attend_to,
     check_format,
@@ -381,6 +382,21 @@ class CompressedLayers(Layers):
         self._tables: dict[tuple[str, torch.device], Tensor] = {}
         return cache_format, index_format_of(
             index_format, config.index_head_dim, self._rope_dim, cache_format
+        )
+
+    def example(self) -> Example:
+        module, config = next(iter(self.modules.values())), self._base.config
+        heads, width = module.num_heads, self._sliding_window
+        if not any(each.layer_type == CSA for each in self.modules.values()):
+            return Example(heads=heads, width=width, has_sink=True)
+        return Example(
+            heads=heads,
+            width=width,
+            extra_width=config.index_topk,
+            has_sink=True,
+            index_heads=config.index_n_heads,
+            topk=config.index_topk,
+            ratio=self._poolings[CSA].ratio,
         )
 
     def absorb(self, path: str, module: nn.Module) -> Absorbed:

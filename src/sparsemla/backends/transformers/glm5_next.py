@@ -24,6 +24,7 @@ from sparsemla.backends.transformers.deepseek_v4 import States
 from sparsemla.backends.transformers.latent import absorbed_kv_b_proj
 from sparsemla.backends.transformers.layers import (
     LINEAR,
+    Example,
     Layers,
     attend_to,
     check_format,
@@ -237,6 +238,17 @@ class PooledLayers(Layers):
         self._rope_dim = min(64, latent_dim, index_dim) // 2 * 2
         self._tables: dict[torch.device, Tensor] = {}
         return cache_format, index_format_of(index_format, index_dim, 0, cache_format)
+
+    def example(self) -> Example:
+        config, ratio = self._base.config, self._pooling.ratio
+        topk = config.index_topk // ratio
+        return Example(
+            heads=next(iter(self.modules.values())).num_heads,
+            width=topk * ratio + ratio - 1,  # and the tokens of the open pool
+            index_heads=config.index_n_heads,
+            topk=topk,
+            ratio=ratio,
+        )
 
     def absorb(self, path: str, module: nn.Module) -> Absorbed:
         return absorbed_kv_b_proj(path, module, self._base)

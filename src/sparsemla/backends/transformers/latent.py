@@ -24,6 +24,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from sparsemla.backends.transformers.cache import BatchCache, Pages
 from sparsemla.backends.transformers.layers import (
+    Example,
     Layers,
     check_format,
     index_format_of,
@@ -178,6 +179,19 @@ class LatentLayers(Layers):
         interleaved = self._architecture.interleaved
         self._interleaved = bool(config.rope_interleave) if interleaved is None else interleaved
         return cache_format, index_format
+
+    def example(self) -> Example:
+        module, config = self.modules[0], self._base.config
+        has_sink = getattr(module, "sinks", None) is not None
+        if self._formats[1] is None:
+            return Example(heads=module.num_heads, width=None, has_sink=has_sink)
+        return Example(
+            heads=module.num_heads,
+            width=config.index_topk,
+            has_sink=has_sink,
+            index_heads=config.index_n_heads,
+            topk=config.index_topk,
+        )
 
     def absorb(self, path: str, module: nn.Module) -> Absorbed:
         return absorbed_kv_b_proj(path, module, self._base)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,13 +16,70 @@ from sparsemla.backends.transformers.cache import BatchCache, ordinary_tensors
 from sparsemla.backends.transformers.projections import Absorbed, check_skipped
 from sparsemla.backends.transformers.step import Step
 from sparsemla.cache import PagedCache, slots_of
+from sparsemla.explanation import explain
 from sparsemla.formats import INDEX_FP8, CacheFormat, bf16_format, e4m3_format
-from sparsemla.ops import sparse_decode, sparse_prefill
+from sparsemla.ops import dense_decode, indexer_topk, sparse_decode, sparse_prefill
 from sparsemla.plan import Plan, plan_batch
 from sparsemla.validation import check_integer
 
+EXAMPLE_CONTEXT = 32768
+"""Tokens before the one of :class:`Example`."""
+
 LINEAR = "linear_attention"
 """Type of layers without keys, whose attention stays that of transformers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """Sizes of a decode step of one token, to name the kernels that it takes.
+
+    Args:
+        heads: of attention.
+        width: number of rows to attend to; None for all rows.
+        extra_width: of a second selection, from rows of the same format.
+        has_sink: whether heads have sinks.
+        index_heads: heads of the indexer; 0 without one.
+        topk: what the indexer selects.
+        ratio: tokens for which there is an index key.
+    """
+
+    heads: int
+    width: int | None
+    extra_width: int = 0
+    has_sink: bool = False
+    index_heads: int = 0
+    topk: int = 0
+    ratio: int = 1
+
+    def run(
+        self, rows: CacheFormat, keys: CacheFormat | None, page_size: int, device: torch.device
+    ) -> None:
+        """Select and attend; nothing is read, and all pages are the same one."""
+        ids = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+        new = functools.partial(torch.empty, device=device)
+        page_table, lens = ids(1, -(-EXAMPLE_CONTEXT // page_size)), ids(1)
+        if keys is not None and self.index_heads:
+            indexer_topk(
+                new(1, self.index_heads, keys.head_dim, dtype=keys.query_dtype),
+                new(1, self.index_heads, dtype=torch.float32),
+                PagedCache.allocate(keys, 1, page_size, device=device),
+                ids(2),
+                lens,
+                page_table,
+                topk=self.topk,
+                ratio=self.ratio,
+            )
+        q = new(1, 1, self.heads, rows.head_dim, dtype=torch.bfloat16)
+        cache = PagedCache.allocate(rows, 1, page_size, device=device)
+        options: dict[str, Any] = {"softmax_scale": 1.0}
+        if self.has_sink:
+            options["attn_sink"] = new(self.heads, dtype=torch.float32)
+        if self.extra_width:
+            options |= {"extra_cache": cache, "extra_topk_indices": ids(1, 1, self.extra_width)}
+        if self.width is None:
+            dense_decode(q, cache, page_table, lens, **options)
+        else:
+            sparse_decode(q, cache, ids(1, 1, self.width), **options)
 
 
 class Layers(ABC):
@@ -30,13 +89,14 @@ class Layers(ABC):
         base: the model without a head.
         cache_format, index_format: formats of rows and of index keys; None for the defaults.
         page_size: rows of a page.
-        records: whether :attr:`Step.selections` is filled.
+        record_selections: whether :attr:`Step.selections` is filled.
 
     Attributes:
         modules: the attention modules, keyed by the layer's index.
         absorbed: by the layer's index, the matrices that attention multiplies with.
         gaps: whether ``position_ids`` may leave numbers out between the tokens of a row.
         packs: whether a row may be several sequences.
+        records: whether :attr:`Step.selections` is filled.
 
     Raises:
         TypeError, ValueError: the model or an argument is not served.
@@ -52,7 +112,7 @@ class Layers(ABC):
         cache_format: CacheFormat | None,
         index_format: CacheFormat | None,
         page_size: int,
-        records: bool,
+        record_selections: bool,
     ) -> None:
         kinds = getattr(base.config, "layer_types", None) or []
         self.modules: dict[int, Any] = {
@@ -67,13 +127,32 @@ class Layers(ABC):
             check_device(layer_idx, module)
         check_integer("page_size", page_size, 1)
         self.page_size = page_size
-        self.records = records
+        self.records = record_selections
         self._base: Any = base
         self.absorbed = {
             layer_idx: self.absorb(path_of(layer_idx), module)
             for layer_idx, module in self.modules.items()
         }
         self._formats = self._prepare(cache_format, index_format)
+
+    @property
+    def formats(self) -> tuple[CacheFormat, CacheFormat | None]:
+        """Of rows, and of index keys; None without an indexer."""
+        return self._formats
+
+    @property
+    def devices(self) -> list[str]:
+        """The devices of the layers, sorted."""
+        return sorted({str(each.weights[0].data.device) for each in self.absorbed.values()})
+
+    @abstractmethod
+    def example(self) -> Example:
+        """A decode step of one token in a layer with an indexer, if the model has one."""
+
+    def kernels(self) -> dict[str, str]:
+        """By op, the kernels of attention and selection in :meth:`example`."""
+        device = torch.device(self.devices[0])
+        return explain(self.example().run, *self._formats, self.page_size, device).kernels
 
     @abstractmethod
     def _prepare(

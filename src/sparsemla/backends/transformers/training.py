@@ -83,17 +83,15 @@ class TrainingAttention(Handle):
     def __init__(
         self,
         model: PreTrainedModel,
-        stage: Stage,
         *,
+        training: Stage,
         index_loss_coefficient: float,
         record_selections: bool,
     ) -> None:
-        super().__init__()
         base = cast(PreTrainedModel, model.base_model)
+        super().__init__(model, base)
         _check_model(model)
-        layers = cast(Any, base).layers
-        self._model, self._base = model, base
-        self._modules: list[Any] = [layer.self_attn for layer in layers]
+        self._modules: list[Any] = [layer.self_attn for layer in cast(Any, base).layers]
         indexers = (idx for idx, each in enumerate(self._modules) if each.indexer is not None)
         self._served = _served_by(list(indexers), len(self._modules))
         self._architecture = ARCHITECTURES[base.config.model_type]
@@ -105,8 +103,19 @@ class TrainingAttention(Handle):
         self.index_losses: dict[int, Tensor] = {}
         self.index_loss_coefficient = index_loss_coefficient
         self.selections: list[dict[int, Tensor]] = []
-        self.stage = stage
+        self.stage = training
         self._check_skipped()
+
+    @property
+    def options(self) -> Mapping[str, object]:
+        return {
+            "training": self.stage,
+            "index_loss_coefficient": self.index_loss_coefficient,
+            "record_selections": self._records,
+        }
+
+    def _install(self) -> None:
+        model, base = self._model, self._base
         if model is not base:
             self._head_names = list(inspect.signature(model.forward).parameters)
             head = functools.partial(self._head, model.forward)
@@ -114,13 +123,17 @@ class TrainingAttention(Handle):
             self._replace(model, "forward", functools.update_wrapper(head, model.forward))
         self._base_forward = base.forward
         self._replace(base, "forward", self._forward)
-        for layer_idx, layer in enumerate(layers):
+        for layer_idx, layer in enumerate(cast(Any, base).layers):
             attend = functools.partial(self._attend, layer_idx)
             self._replace(layer.self_attn, "forward", attend)
             # FSDP changes the class, and transformers checkpoints in the forward of the last one.
             own = vars(layer).get("forward") or functools.partial(_forward_of_class, layer)
             decode = functools.partial(self._layer, layer_idx, own)
             self._replace(layer, "forward", decode)
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{self._title()}: {len(self._modules)} layers, {options}"
 
     @property
     def stage(self) -> Stage:

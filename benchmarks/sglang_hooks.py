@@ -8,7 +8,7 @@ and their times are measured in turn.
 Needs SGLang 0.5.23 and a GPU with FlashMLA; no engine runs. Where ``sgl_kernel`` cannot be
 imported, because it belongs to another torch, its functions are absent and FA3 can be vLLM's
 (``--fa3``). The results say whose kernel each row was measured with.
-Run ``python examples/sglang_hooks.py --json FILE``.
+Run ``python benchmarks/sglang_hooks.py --json FILE``.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ With ``--gpus`` above 1, tensor parallelism, it measures only the time to the fi
 prompts, once for each ``--min-rows``: the setting ``indexer_tp_shard_min_rows`` of both sides, with
 which vLLM divides the indexer's rows between GPUs, or 0 for the default of each.
 
-Needs vLLM 0.33 and a Hopper GPU. Run ``python examples/vllm_bench.py``; rows are written as they
+Needs vLLM 0.33 and a Hopper GPU. Run ``python benchmarks/vllm_bench.py``; rows are written as they
 come. ``python benchmarks/engine.py`` makes the table and the figure of the docs of them. On four
-GPUs run ``python examples/vllm_bench.py --gpus 4 --heads 32 --out engine-tp4.json``.
+GPUs run ``python benchmarks/vllm_bench.py --gpus 4 --heads 32 --out engine-tp4.json``.
 """
 
 from __future__ import annotations

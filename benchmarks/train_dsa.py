@@ -9,11 +9,12 @@ the one before, the last two from the same ones and with the same batches:
     sparse     all weights: the language model over selected rows, the indexer on their attention
     control    as dense
 
-    python examples/train_dsa.py --size toy --out build/toy          # a CPU, under a minute
-    python examples/train_dsa.py --size h200 --out build/h200 --export build/h200/model
+    python benchmarks/train_dsa.py --size toy --out build/toy          # a CPU, some minutes
+    python benchmarks/train_dsa.py --size h200 --out build/h200 --export build/h200/model
 
 Run it again to continue where it stopped. ``log.jsonl`` has a line for every few steps, and
-``results.json`` the table of the end. The exit status is 0 if all checks of the table passed.
+``results.json`` the table of the end. The exit status is 0 if all checks of the table passed; of
+the toy, which learns too little to pass the others, those of exact results.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Size:
         steps, rates: of each stage; two rates: the language model's, the indexer's.
         widths: widths of lists in the table.
         torch_too: whether torch's sources are read.
+        learns: whether the training is long enough for the checks of what was learnt.
         eval_rows: rows of held-out text, and of recall.
     """
 
@@ -104,6 +106,7 @@ class Size:
     rates: dict[str, tuple[float, float]]
     widths: tuple[int, ...]
     torch_too: bool
+    learns: bool
     eval_rows: int
 
 
@@ -137,6 +140,7 @@ SIZES = {
         },
         widths=(8, 16, 32),
         torch_too=False,
+        learns=False,
         eval_rows=16,
     ),
     "h200": Size(
@@ -170,6 +174,7 @@ SIZES = {
         },
         widths=(128, 256, 512),
         torch_too=True,
+        learns=True,
         eval_rows=32,
     ),
 }
@@ -498,6 +503,9 @@ def checks(run: Run, text: Tensor) -> dict[str, tuple[bool, str]]:
     }
 
 
+EXACT = ("lists of all rows equal dense attention", "two runs have the same bits")
+"""Checks that do not depend on what was learnt."""
+
 KEPT = ("embed_tokens", "lm_head", "weights_proj")
 """Matrices that stay bfloat16, as norms do."""
 
@@ -586,9 +594,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OutOfTime:
         run.say(stopped="the time is over: run again to continue")
         return 2
+    judged = found.keys() if size.learns else [name for name in EXACT if name in found]
     for name, (passed, numbers) in found.items():
-        run.say(check=name, passed=passed, found=numbers)
-    return 0 if all(passed for passed, _ in found.values()) else 1
+        run.say(check=name, passed=passed, judged=name in judged, found=numbers)
+    return 0 if all(found[name][0] for name in judged) else 1
 
 
 if __name__ == "__main__":

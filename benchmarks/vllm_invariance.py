@@ -5,7 +5,7 @@ own: one request at a time, all at once, in reverse order, and in smaller chunks
 each layer it keeps digests of the queries, the selection, and the attention output with its lse.
 Runs of the default mode are the control: their bits differ.
 
-Needs vLLM 0.33 and an sm_90 GPU. Run ``python examples/vllm_invariance.py``.
+Needs vLLM 0.33 and an sm_90 GPU. Run ``python benchmarks/vllm_invariance.py``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ attends to the selected rows that it keeps. This is the code of the plugin for v
 collectives of ``torch.distributed``. Every rank first compares its selection with that of one rank
 for whole contexts.
 
-Run ``torchrun --nproc-per-node 2 examples/exchange_bench.py``, on GPUs with NCCL. A time is the
+Run ``torchrun --nproc-per-node 2 benchmarks/exchange_bench.py``, on GPUs with NCCL. A time is the
 median of the slowest rank. With several ranks on CPUs, it shows that the program works.
 """
 

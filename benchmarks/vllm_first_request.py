@@ -4,7 +4,7 @@ The model is that of ``vllm_engine.py``. Each run has an empty cache of compiled
 process of its own. It sends a prompt, then a batch of other prompts, and does both again; it counts
 the kernels that Triton compiles meanwhile.
 
-Needs vLLM 0.33 and an sm_90 GPU. Run ``python examples/vllm_first_request.py``.
+Needs vLLM 0.33 and an sm_90 GPU. Run ``python benchmarks/vllm_first_request.py``.
 """
 
 from __future__ import annotations

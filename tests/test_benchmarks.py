@@ -1,0 +1,266 @@
+"""The scripts that measure run, and refuse to time wrong results."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import processes
+from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, PagedCache
+from sparsemla_lab.bench import report
+from sparsemla_lab.testing.compare import assert_equal
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("vllm_engine.py", "--serve"),
+        ("vllm_invariance.py", "--at-once"),
+        ("vllm_first_request.py", "--serve"),
+        ("vllm_bench.py", "--experts"),
+        ("sglang_hooks.py", "--fa3"),
+    ],
+)
+def test_the_scripts_for_engines_say_what_they_take(run_python, name, option):
+    """They need a GPU and the engine."""
+    code = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    done = run_python(code, str(BENCHMARKS / name), "--help")
+    assert done.returncode == 0, done.stderr
+    assert option in done.stdout
+
+
+def test_enable_is_timed_beside_transformers_where_tokens_agree(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    import transformers_bench as bench
+
+    monkeypatch.setattr(bench, "CHUNK", 32)
+    monkeypatch.setattr(bench, "TIMED", 2)
+    small = {"hidden_size": 256, "intermediate_size": 64, "q_lora_rank": 64, "vocab_size": 512}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 4, "index_n_heads": 4}
+    options = {"layers": 1, "graphs": False, "index_topk": 48, **small}
+    path = tmp_path / "rows.json"
+    assert bench.run("cpu", [80], path=path, **options) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["side"] for row in rows] == ["transformers", "bf16_576v512", "fp8_ds_mla"]
+    assert [row["cache_bytes"] for row in rows][1:] == [1408, 788]
+    assert all(min(row["whole_s"], row["chunked_s"], row["step_ms"]) > 0 for row in rows)
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+    measure = bench.measure
+
+    def wrong(model, ids, name, **options):
+        row, tokens = measure(model, ids, name, **options)
+        return row, tokens if name != "fp8_ds_mla" else [0, *tokens[1:]]
+
+    monkeypatch.setattr(bench, "measure", wrong)
+    assert bench.run("cpu", [80], path=path, **options) == 1
+    assert "fp8_ds_mla: OTHER tokens" in capsys.readouterr().out
+    assert len(json.loads(path.read_text())["rows"]) == 2
+
+
+def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
+    from vllm_engine import MODES, NCCL, PAIRS, select_modes
+
+    one = [
+        name
+        for name, mode in MODES.items()
+        if (mode.model, mode.gpus, mode.acting_as) == ("deepseek_v32", 1, None)
+    ]
+    assert select_modes("deepseek_v32", None, 1, ()) == one
+    lines = capsys.readouterr().out.splitlines()
+    assert "both, dcp2: left out, needs 2 GPUs and finds 1" in lines
+    assert len(lines) == 12
+    old = select_modes("deepseek_v32", 2, 2, (2, 28, 9))
+    line = "both, dcp2: left out, needs NCCL 2.29.7 and finds 2.28.9"
+    assert line in capsys.readouterr().out.splitlines()
+    assert {MODES[name].dcp for name in old} == {1}
+    two = select_modes("deepseek_v32", 2, 2, NCCL)
+    assert {MODES[name].gpus for name in two} == {1, 2}
+    pairs = [(name, base) for name, base in PAIRS if {name, base} <= set(two)]
+    assert {name for name in two if MODES[name].gpus == 2} <= {name for name, _ in pairs}
+    assert set(two) == {name for pair in pairs for name in pair}
+    four = ["v4, graphs", "v4, graphs, tp2", "v4, graphs, tp2 rows"]
+    assert select_modes("deepseek_v4", 2, 2, ()) == four
+    only = ["both, hisparse", "both, ngram"]
+    assert select_modes("deepseek_v32", None, 1, (), only) == ["both, graphs", *only]
+    older = select_modes("deepseek_v32", None, 1, (), acting_as="sm_80")
+    assert older == ["both, portable", "as sm_80", "as sm_80, graphs"]
+    older = select_modes("deepseek_v4", None, 1, (), acting_as="sm_89")
+    assert older == ["v4", "v4, as sm_89", "v4, as sm_89, graphs"]
+    assert capsys.readouterr().out == ""
+
+
+def measured(rank, device):
+    """A row of ``benchmarks/exchange_bench.py`` in one of two ranks."""
+    import exchange_bench
+
+    place = torch.device(device, rank if device == "cuda" else 0)
+    return [asdict(exchange_bench.measure(context, 3, 128, place, 2)) for context in (300, 1000)]
+
+
+def with_positions_of_one_rank(rank):
+    """The error of ranks that offer their rows as positions."""
+    import exchange_bench
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange_bench.Shard, "positions", lambda shard, rows: rows)
+        with pytest.raises(AssertionError) as error:
+            exchange_bench.functions(300, 3, 128, torch.device("cpu"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("device", processes.RANK_DEVICES)
+def test_the_exchange_of_two_ranks_is_checked_and_timed(tmp_path, device):
+    import exchange_bench
+
+    one, other = processes.on_two_ranks(tmp_path, device, measured, device)
+    assert one == other
+    rows = [exchange_bench.Row(**row) for row in one]
+    assert [(row.context, row.batch, row.num_ranks) for row in rows] == [(300, 3, 2), (1000, 3, 2)]
+    for row in rows:
+        assert min(row.local, row.selection, row.gather, row.slots, row.alone) > 0
+        assert set(row.how.values()) == {"launch" if device == "cpu" else "graph"}
+    header, *lines = exchange_bench.table(rows).splitlines()
+    assert [line.split()[:2] for line in lines] == [["300", "3"], ["1000", "3"]]
+    assert len(header.split()) == len(lines[0].split()) + 1
+
+
+def test_a_wrong_exchange_is_not_timed(tmp_path):
+    for error in processes.on_two_ranks(tmp_path, "cpu", with_positions_of_one_rank):
+        assert error.startswith("selection: ")
+
+
+def kernels_of_layers(count, selection, attention):
+    """Launches of vLLM's NVIDIA class: one a millisecond, and each runs for half of the next."""
+    import vllm_bench
+
+    names = ["nvjet_sm90", "_fused_norm_rope_kernel", "nvjet_sm90", "_fused_q_kernel"]
+    names += [*selection, *attention, "nvjet_sm90", "moe"]
+    return [vllm_bench.Launch(name, float(at), at + 1.5) for at, name in enumerate(count * names)]
+
+
+@pytest.mark.parametrize(
+    ("selection", "attention"),
+    [
+        (["score", "_held_kernel"], ["_convert_req_index_to_global_index_kernel", "_attend_fp8"]),
+        (
+            ["sm90_fp8_paged_mqa_logits", "cooperative_topk_cs4"],
+            ["_convert_req_index_to_global_index_kernel", "flash_fwd_mla", "device_kernel"],
+        ),
+        ([], ["device_kernel"]),  # a layer with the selection of another
+    ],
+)
+def test_the_benchmark_of_the_engine_finds_indexer_and_attention(selection, attention):
+    import vllm_bench
+
+    launches = kernels_of_layers(3, selection, attention)
+    assert vllm_bench.split(launches) == (3.0 * len(selection), 3.0 * len(attention))
+    assert vllm_bench.busy(launches) == len(launches) + 0.5
+    assert vllm_bench.busy([launches[0], launches[0], launches[4]]) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("cache_format", "dtype"),
+    [(INDEX_FP8, torch.uint8), (FP8_DS_MLA, torch.uint8), (BF16_576, torch.bfloat16)],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_caches_of_the_benchmark_hold_numbers(monkeypatch, cache_format, dtype):
+    import vllm_bench
+
+    monkeypatch.setattr(vllm_bench, "CONTEXTS", (128,))  # rows repeat after 256
+    width = cache_format.bytes_per_token // dtype.itemsize
+    data = torch.zeros(11, 64, width, dtype=dtype)
+    vllm_bench.fill(data)
+    rows = PagedCache(data, cache_format).read(torch.arange(11 * 64)).float()
+    assert rows.isfinite().all()
+    assert 0.1 < rows[:256].std() < rows.abs().max() < 32
+    assert_equal("rows", rows[256:512], rows[:256])
+    assert_equal("last rows", rows[512:], rows[:192])
+
+
+class Prompts:
+    """An engine of vLLM that answers each prompt in a step, and takes ever longer."""
+
+    def __init__(self, clock):
+        self.clock, self.open, self.lengths = clock, 0, []
+
+    def add_request(self, name, prompt, params):
+        self.open += 1
+        self.lengths.append(len(prompt["prompt_token_ids"]))
+
+    def has_unfinished_requests(self):
+        return self.open > 0
+
+    def step(self):
+        self.open -= 1
+        self.clock.append(sum(self.clock) + 1)
+
+
+def test_the_time_to_the_first_token_leaves_out_the_first_prompt(monkeypatch, tmp_path):
+    import vllm_bench
+
+    clock = [0.0]
+    monkeypatch.setattr(vllm_bench.time, "perf_counter", lambda: clock[-1])
+    engine = vllm_bench.Engine.__new__(vllm_bench.Engine)
+    engine.side, engine.gpus, engine.heads, engine.min_rows = "sparsemla, fp8", 4, 32, 1024
+    engine.engine = Prompts(clock)
+
+    def add(kind, length, new):
+        engine.engine.add_request(kind, {"prompt_token_ids": [0] * length}, None)
+
+    engine.add = add
+    row = engine.first_token(300)
+    assert engine.engine.lengths == [300] * 4
+    assert row.times_ms == [1e3, 2e3, 4e3]
+    assert (row.wall_ms, row.context, row.min_rows) == (2e3, 300, 1024)
+    vllm_bench.write_report(tmp_path / "rows.json", [asdict(row)])
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 1
+
+
+def engine_row(side, heads, kind, batch, context, gpu_ms):
+    """A row of ``benchmarks/vllm_bench.py``: a third is the indexer, a sixth attention."""
+    import vllm_bench
+
+    parts = gpu_ms / 3, gpu_ms / 6
+    return asdict(
+        vllm_bench.Row(side, kind, heads, batch, context, 3, gpu_ms + 1, gpu_ms, *parts, {"k": 0.1})
+    )
+
+
+def test_the_rows_of_the_engine_become_a_table_and_a_figure(tmp_path):
+    import engine
+    import vllm_bench
+
+    sizes = [(16, "decode", 64, 8192), (128, "decode", 1, 131072), (16, "prefill", 1, 8192)]
+    rows = [engine_row("sparsemla, fp8", *size, 2.0) for size in sizes]
+    rows += [engine_row("FLASHMLA_SPARSE, fp8", *size, 3.0) for size in sizes[:2]]
+    start = {"side": "sparsemla, fp8", "heads": 16, "start_s": 20.0}
+    refused = {"side": "sparsemla, fp8", "heads": 128, "refused": "the cache has 9 tokens"}
+    path = tmp_path / "folder" / "rows.json"
+    vllm_bench.write_report(path, [start, refused, *rows])
+    document = json.loads(path.read_text())
+    assert (document["starts"], document["refused"]) == ([start], [refused])
+    assert len(document["rows"]) == 5
+
+    found = engine.load(path)
+    text = engine.with_table(f"before\n{report.BEGIN}\nold\n{report.END}\nafter", found)
+    assert text.startswith(f"before\n{report.BEGIN}\n![")
+    assert text.endswith(f"\n{report.END}\nafter")
+    lines = text.splitlines()[6:-2]
+    assert lines == [
+        "| decode | 16 | fp8 | 8K | 64 | 3.00, 4.00 | 0.667, 1.00 | 0.333, 0.500 | 1.50 "
+        "| 40.7, 61.0 | 1.50 |",
+        "| decode | 128 | fp8 | 128K | 1 | 3.00, 4.00 | 0.667, 1.00 | 0.333, 0.500 | 1.50 "
+        "| 40.7, 61.0 | 1.50 |",
+    ]
+    drawn = ElementTree.fromstring(engine.figure(found))
+    circles = drawn.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(circles) == 4
+    assert len({circle.get("cx") for circle in circles}) == 2  # a place in each panel
