@@ -15,8 +15,8 @@ prefills in the indexer, and those with ``dcp2`` the contexts, too. They are com
 one GPU. Where there are fewer GPUs, they are left out, with a line, and those with ``dcp2`` also
 where NCCL is older than 2.29.7.
 
-Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python benchmarks/vllm_engine.py``, on
-two GPUs ``python benchmarks/vllm_engine.py --gpus 2`` for the modes that need both.
+Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python benchmarks/vllm_engine.py``,
+on two GPUs with ``--gpus 2`` for the modes that need both.
 
 With ``--as sm_80`` the usual command, without plugins and backend named, serves while vLLM, this
 package and Triton take the GPU for an older one, for which vLLM has no sparse attention. The driver
