@@ -565,6 +565,7 @@ FEW_HEADS = "attention/sm90/bf16_few_heads.py"
 FEW_HEADS_FP8 = "attention/sm90/fp8_few_heads.py"
 SWAP_AB = "attention/sm90/swap_ab.py"
 INDEXER = "indexer/sm90.py"
+INDEXER_GROUPS = "indexer/groups.py"
 
 # The wait for the validity of keys has no mutant: it is stored while the keys are copied, and the
 # kernel waits for their arrival anyway, so no run was seen to read it early.
@@ -816,7 +817,7 @@ GPU_MUTANTS = (
     ),
     hopper(
         "open windows are seen",
-        INDEXER,
+        INDEXER_GROUPS,
         "end = gl.maximum(end, 0) // T.ratio",
         "end = (gl.maximum(end, 0) + T.ratio - 1) // T.ratio",
         "indexer_scores_paged",
@@ -1253,7 +1254,7 @@ def hopper_mutants() -> list[Mutant]:
     return [
         mutant
         for mutant in GPU_MUTANTS
-        if "sm90" in mutant.file
+        if "triton" not in mutant.file
         and set(mutant.check.replace("--op ", "").split()) <= set(interpreted_ops("sm_90"))
     ]
 

@@ -35,7 +35,7 @@ from sparsemla.kernels.common.gluon import async_load
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged
-from sparsemla.kernels.indexer.sm90 import (
+from sparsemla.kernels.indexer.groups import (
     Queries,
     locate_group,
     partition_tiles,
