@@ -107,7 +107,8 @@ def _tiles_of_many(num_tokens: int, weight: HeadWeight, device: torch.device) ->
         if not has_fp8(device):  # codes are decoded in registers, by integer instructions
             return Tiles(64, 64, step, warps=8, stages=2)
     if inputs <= step:
-        rows = 128 if num_tokens <= 128 else 64
+        # Three stages of 128 rows take 128 KiB of shared memory.
+        rows = 128 if num_tokens <= 128 and describe(device).is_hopper else 64
         return Tiles(rows, 128, step, warps=8 if num_tokens <= 256 else 4, stages=3)
     # Registers hold the accumulator of a step and the total.
     tokens, warps = (128, 8) if weight.scale is None else (64, 4)
