@@ -20,9 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
+from sparsemla import indexer_topk
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.common.fp8 import HALVES_OF_FOUR
 from sparsemla.kernels.common.gluon import async_load, barrier, reinterpret, tma_load
+from sparsemla.kernels.repeat import unrepeated
 from sparsemla.kernels.topk.arguments import SelectTopk
 from sparsemla.kernels.topk.schedule import refuse_registers, schedule_registers
 from sparsemla.kernels.topk.sm90 import candidates
@@ -776,6 +778,18 @@ def test_tiles_of_16_heads_in_one_split_have_their_own_sinks(name, monkeypatch):
         outcome = run._run_case("sparse_decode", case, "cpu", reruns=1)
     assert outcome.tiers == ("sm90",)
     assert outcome.failures == ()
+
+
+@pytest.mark.parametrize("offsets", [[0, 12, 3, 7, 12], [5, 2, 9, 1, 12]])
+def test_a_token_in_several_groups_is_stored_once(offsets):
+    """Where offsets decrease, a selection has no meaning, but its kernels have no race."""
+    arguments = cases.indexer_topk_case(
+        cases.Draw(0), query_lens=(3, 3, 3, 3), seq_lens=(130, 300, 200, 260), num_heads=64
+    )
+    arguments["input_row_offsets"] = torch.tensor(offsets, dtype=torch.int32)
+    with unrepeated(), acting_as("sm_80"):
+        selected = indexer_topk(**arguments)
+    assert ((selected >= -1) & (selected < 300)).all()
 
 
 @pytest.mark.parametrize(("op", "case"), CASES, ids=names(CASES))
