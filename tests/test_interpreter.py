@@ -667,6 +667,15 @@ CASES = [
     if not any(part in case.name for part in SLOW) and (op, case.name) not in PORTABLE
 ]
 PORTABLE_ON_AMPERE = {  # cases that the kernels with Ampere's instructions refuse
+    "project_groups": (
+        "one token, bf16",
+        "one token, 128x128",
+        "128 rows, bf16",
+        "128 rows, 140 tokens, bf16",
+        "5 parts, bf16",
+        "5 parts, 128x128",
+        "one group of DeepSeek-V4, 9 tokens, bf16",
+    ),
     "indexer_scores": (
         "causal, fp8",
         "segments, fp8",
@@ -704,12 +713,14 @@ PORTABLE_ON_AMPERE = {  # cases that the kernels with Ampere's instructions refu
         "bfloat16, pages of 512",
     ),
 }
+SLOW_ON_AMPERE = ("DeepSeek-V4-Flash", "300 tokens of 16 heads")
 FOR_AMPERE = [
     (op, case)
     for op in MATRIX
     if op in interpreted_ops("sm_80")
     for case in run.chosen_cases(op, "cuda", quick=True)
     if case.name not in PORTABLE_ON_AMPERE.get(op, ())
+    and not any(part in case.name for part in SLOW_ON_AMPERE)
 ]
 
 
