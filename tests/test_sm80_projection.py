@@ -64,3 +64,14 @@ def test_calls_that_the_kernel_refuses(x, weight, gpu, reason):
 )
 def test_groups(tokens, gpu, kernel):
     assert explained(project_groups, wide(512, tokens), weight(128, 512), gpu).kernel == kernel
+
+
+@pytest.mark.parametrize("make", [weight, values])
+def test_invariant_results_add_steps_in_one_order(make):
+    sm80 = pytest.importorskip("sparsemla.kernels.projection.sm80")
+    orders = {
+        (tiling.step, tiling.split)
+        for tokens in (1, 8, 9, 33, 4096)
+        for tiling in [sm80.tiling_of_heads(tokens, make(128, 512), True, 108)]
+    }
+    assert len(orders) == 1
