@@ -6,6 +6,7 @@ mutant that does not compile proves nothing and counts as broken.
 
     python tests/mutants.py                       # on the CPU
     python tests/mutants.py --hopper --json FILE  # Hopper's kernels, on a GPU or interpreted
+    python tests/mutants.py --ampere --json FILE  # those with Ampere's instructions, the same
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Mutant:
         old: text that occurs once in the file.
         new: its replacement.
         check: arguments of pytest, or of ``verify``.
-        gpu: whether ``verify`` tells, on a GPU or in the interpreter of Hopper's kernels.
+        gpu: the GPU whose kernels ``verify`` runs to tell, on a GPU or in the interpreter; empty
+            if tests tell.
     """
 
     name: str
@@ -49,7 +51,7 @@ class Mutant:
     old: str
     new: str
     check: str
-    gpu: bool = False
+    gpu: str = ""
 
 
 def portable(name: str, file: str, old: str, new: str, check: str) -> Mutant:
@@ -59,7 +61,12 @@ def portable(name: str, file: str, old: str, new: str, check: str) -> Mutant:
 
 def hopper(name: str, file: str, old: str, new: str, *ops: str) -> Mutant:
     """A mutant that quick cases of these ops find with Hopper's kernels."""
-    return Mutant(name, file, old, new, " ".join(f"--op {op}" for op in ops), gpu=True)
+    return Mutant(name, file, old, new, " ".join(f"--op {op}" for op in ops), gpu="sm_90")
+
+
+def ampere(name: str, file: str, old: str, new: str, *ops: str) -> Mutant:
+    """A mutant that quick cases of these ops find with the kernels for sm_80."""
+    return Mutant(name, file, old, new, " ".join(f"--op {op}" for op in ops), gpu="sm_80")
 
 
 # Few tests each, as the interpreter is slow.
@@ -565,6 +572,10 @@ FEW_HEADS = "attention/sm90/bf16_few_heads.py"
 FEW_HEADS_FP8 = "attention/sm90/fp8_few_heads.py"
 SWAP_AB = "attention/sm90/swap_ab.py"
 INDEXER = "indexer/sm90.py"
+INDEXER_GROUPS = "indexer/groups.py"
+AMPERE_ATTENTION = "attention/sm80.py"
+AMPERE_INDEXER = "indexer/sm80.py"
+AMPERE_PROJECTION = "projection/sm80.py"
 
 # The wait for the validity of keys has no mutant: it is stored while the keys are copied, and the
 # kernel waits for their arrival anyway, so no run was seen to read it early.
@@ -816,7 +827,7 @@ GPU_MUTANTS = (
     ),
     hopper(
         "open windows are seen",
-        INDEXER,
+        INDEXER_GROUPS,
         "end = gl.maximum(end, 0) // T.ratio",
         "end = (gl.maximum(end, 0) + T.ratio - 1) // T.ratio",
         "indexer_scores_paged",
@@ -1104,6 +1115,289 @@ GPU_MUTANTS = (
     ),
 )
 
+AMPERE_MUTANTS = (
+    ampere(
+        "the lists of splits overlap in their last tile",
+        AMPERE_ATTENTION,
+        "    end = gl.minimum(end, (first_tile + total) * BLOCK_N)\n",
+        "",
+        "sparse_decode",
+    ),
+    ampere(
+        "extra keys of the main stream's tile",
+        AMPERE_ATTENTION,
+        "extra.begin + (tile - keys.num_tiles) * BLOCK_N + n",
+        "extra.begin + tile * BLOCK_N + n",
+        "sparse_decode",
+    ),
+    ampere(
+        "extra slots from the main list",
+        AMPERE_ATTENTION,
+        "offset = at.to(gl.int64) + gl.where(is_main, 0, distance)",
+        "offset = at.to(gl.int64)",
+        "sparse_decode",
+    ),
+    ampere(
+        "O is not rescaled",
+        AMPERE_ATTENTION,
+        "acc = acc * of_rows(alpha, MMA)",
+        "acc = acc * of_rows(alpha * 0 + 1, MMA)",
+        "sparse_decode",
+    ),
+    ampere(
+        "the sum of weights is not rescaled",
+        AMPERE_ATTENTION,
+        "l = l * alpha + gl.sum(p, 1)",
+        "l = l + gl.sum(p, 1)",
+        "sparse_decode",
+    ),
+    ampere(
+        "S of one warp of a pair",
+        AMPERE_ATTENTION,
+        "return s_shared.index(0).load(S) + s_shared.index(1).load(S)",
+        "return s_shared.index(0).load(S)",
+        "sparse_decode",
+    ),
+    ampere(
+        "the sink is ignored",
+        AMPERE_ATTENTION,
+        "l += gl.exp2(sink * LOG2E - m)",
+        "l += gl.exp2(sink * LOG2E - m) * 0.0",
+        "sparse_decode",
+    ),
+    ampere(
+        "a tile is read before it has arrived",
+        AMPERE_ATTENTION,
+        "    async_copy.wait_group(0)\n    copy_bf16(",
+        "    copy_bf16(",
+        "sparse_decode",
+    ),
+    ampere(
+        "slots of nothing take part",
+        AMPERE_ATTENTION,
+        '    s = gl.where(seen, s, float("-inf"))\n',
+        "",
+        "sparse_decode",
+    ),
+    ampere(
+        "the last valid slot of a list is dropped",
+        AMPERE_ATTENTION,
+        "gl.where(valid, at + 1, 0)",
+        "gl.where(valid, at, 0)",
+        "sparse_decode",
+    ),
+    ampere(
+        "bfloat16 dims of values one block too early",
+        AMPERE_ATTENTION,
+        "slice(192, 64, dim=1)",
+        "slice(128, 64, dim=1)",
+        "sparse_decode",
+    ),
+    ampere(
+        "scales of a row's first block",
+        AMPERE_ATTENTION,
+        "block * 64 // L.scale_block",
+        "block * 0",
+        "sparse_decode",
+    ),
+    ampere(
+        "codes half as large",
+        AMPERE_ATTENTION,
+        "mov.b32 c, 0x5c005c00;",
+        "mov.b32 c, 0x58005800;",
+        "sparse_decode",
+    ),
+    ampere(
+        "the LSE in units of log2",
+        AMPERE_ATTENTION,
+        "(m + gl.log2(l)) * LN2, mask=real",
+        "m + gl.log2(l), mask=real",
+        "sparse_decode",
+    ),
+    ampere(
+        "a token sees the next one",
+        AMPERE_ATTENTION,
+        "+ n)[None, :] < limits[:, None])",
+        "+ n)[None, :] <= limits[:, None])",
+        "dense_decode",
+    ),
+    ampere(
+        "all rows of a tile are of its first token",
+        AMPERE_ATTENTION,
+        "token = (row // shape.num_heads).to(gl.int64)",
+        "token = (row * 0).to(gl.int64)",
+        "dense_decode",
+    ),
+    ampere(
+        "negative products count",
+        AMPERE_INDEXER,
+        "x = (acc + gl.abs(acc)) * w[None, :]",
+        "x = (acc + acc) * w[None, :]",
+        "indexer_scores_paged",
+    ),
+    ampere(
+        "codes of one operand are over 256",
+        AMPERE_INDEXER,
+        "w *= 65536.0",
+        "w *= 256.0",
+        "indexer_scores_paged",
+    ),
+    ampere(
+        "keys without a page have scores",
+        AMPERE_INDEXER,
+        "inside = inside & (page_of(keys, group.request, in_page, T) >= 0)",
+        "inside = inside & (in_page >= 0)",
+        "indexer_scores_paged",
+    ),
+    ampere(
+        "scales of keys are ignored",
+        AMPERE_INDEXER,
+        "total *= scale[:, None]",
+        "total *= scale[:, None] * 0.0 + 1.0",
+        "indexer_scores_paged",
+    ),
+    ampere(
+        "a token sees the next one",
+        AMPERE_INDEXER,
+        "(n[:, None] < end[None, :])",
+        "(n[:, None] <= end[None, :])",
+        "indexer_scores_paged",
+    ),
+    ampere(
+        "a tile is overwritten while it is read",
+        AMPERE_INDEXER,
+        "ahead = (i + STAGES - 1) % STAGES",
+        "ahead = i % STAGES",
+        "indexer_scores_paged",
+    ),
+    ampere(
+        "a tile is read before it has arrived",
+        AMPERE_INDEXER,
+        "async_copy.wait_group(STAGES - 2)",
+        "async_copy.wait_group(STAGES - 1)",
+        "indexer_scores_paged",
+    ),
+    ampere(
+        "columns after the last tile are not filled",
+        AMPERE_INDEXER,
+        "            fill_columns(row, high, end)\n",
+        "            fill_columns(row, high, high)\n",
+        "indexer_scores_paged",
+    ),
+    ampere(
+        "a page's keys twice",
+        AMPERE_INDEXER,
+        "n = tile * T.block_n + c * PAGE_KEYS",
+        "n = tile * T.block_n",
+        "indexer_scores_paged",
+    ),
+    ampere(
+        "a token's keys end one too early",
+        AMPERE_INDEXER,
+        "gl.store(queries.rows + token, end, mask=real)",
+        "gl.store(queries.rows + token, end - 1, mask=real)",
+        "indexer_topk",
+    ),
+    ampere(
+        "requests of the tokens one further on",
+        AMPERE_INDEXER,
+        "queries.rows_request + token, group.request, mask=real",
+        "queries.rows_request + token, group.request + 1, mask=real",
+        "indexer_topk",
+    ),
+    ampere(
+        "inputs keep one bit less than e4m3",
+        AMPERE_PROJECTION,
+        "shift = gl.full_like(x, 1572864.0)",
+        "shift = gl.full_like(x, 3145728.0)",
+        "project_heads",
+    ),
+    ampere(
+        "inputs are not rounded by their scales",
+        AMPERE_PROJECTION,
+        "total += part * (b_scale[:, None, :] * a_scale)",
+        "total += part * (b_scale[:, None, :] * 0.0 + a_scale)",
+        "project_heads",
+    ),
+    ampere(
+        "weights stay over 256",
+        AMPERE_PROJECTION,
+        "i % TILES, T, ACC) * 256.0",
+        "i % TILES, T, ACC)",
+        "project_heads",
+    ),
+    ampere(
+        "scales of the CTA's first outputs",
+        AMPERE_PROJECTION,
+        "head * call.scale_head + block // SCALE_N",
+        "head * call.scale_head + row // SCALE_N",
+        "project_heads",
+    ),
+    ampere(
+        "weights are read before they have arrived",
+        AMPERE_PROJECTION,
+        "            async_copy.wait_group(min(EARLY, ALL - 1 - i))\n            part =",
+        "            async_copy.wait_group(min(EARLY, ALL - 1 - i) + 1)\n            part =",
+        "project_heads",
+    ),
+    ampere(
+        "all tiles of inputs share memory with the next one",
+        AMPERE_PROJECTION,
+        "inputs[i % 2].store(some)",
+        "inputs[0].store(some)",
+        "project_heads",
+    ),
+    ampere(
+        "each block of outputs is stored at the first one",
+        AMPERE_PROJECTION,
+        "store(out, call.out_token, first, num_tokens, block, total, T)",
+        "store(out, call.out_token, first, num_tokens, row, total, T)",
+        "project_heads",
+    ),
+    ampere(
+        "tokens that do not exist are stored",
+        AMPERE_PROJECTION,
+        "at + n[:, None], y, mask=(token < num_tokens)[None, :]",
+        "at + n[:, None], y, mask=(token >= 0)[None, :]",
+        "project_heads",
+    ),
+    ampere(
+        "only the first group of warps counts",
+        AMPERE_PROJECTION,
+        "gl.sum(total, 0).to(gl.bfloat16)",
+        "gl.max(total, 0).to(gl.bfloat16)",
+        "project_heads",
+    ),
+    ampere(
+        "codes of one operand are over 256",
+        AMPERE_PROJECTION,
+        "T, ACC) * 65536.0",
+        "T, ACC) * 256.0",
+        "project_groups",
+    ),
+    ampere(
+        "a tile is read before it has arrived",
+        AMPERE_PROJECTION,
+        "async_copy.wait_group(STAGES - 2)",
+        "async_copy.wait_group(STAGES - 1)",
+        "project_groups",
+    ),
+    ampere(
+        "a tile is overwritten while it is read",
+        AMPERE_PROJECTION,
+        "            to = ahead % STAGES\n",
+        "            to = i % STAGES\n",
+        "project_groups",
+    ),
+    ampere(
+        "scales of inputs of the group's first step",
+        AMPERE_PROJECTION,
+        "((group * TILES + i) * SPLIT + part) * num_tokens",
+        "(group * TILES * SPLIT + part) * num_tokens",
+        "project_groups",
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -1139,12 +1433,17 @@ def run(mutant: Mutant, timeout: float) -> Outcome:
         return Outcome(mutant.name, mutant.file, verdict, output)
 
 
-def check(arguments: str, source: Path, gpu: bool, timeout: float) -> tuple[str, str]:
+def check(arguments: str, source: Path, gpu: str, timeout: float) -> tuple[str, str]:
     """``found`` if the check fails on the package in ``source``, and the end of its output."""
     try:
-        code, output = (verify if gpu else run_tests)(arguments, source, timeout)
+        if gpu:
+            code, output = verify(arguments, source, gpu, timeout)
+        else:
+            code, output = run_tests(arguments, source, timeout)
     except TimeoutError:
-        hangs = gpu and torch.cuda.is_available()  # the interpreter reports a deadlock instead
+        hangs = (
+            gpu != "" and torch.cuda.is_available()
+        )  # the interpreter reports a deadlock instead
         return ("found" if hangs else "broken"), f"no end after {timeout:.0f} s"
     end = output[-2000:]
     if code == 0:
@@ -1156,9 +1455,10 @@ def check(arguments: str, source: Path, gpu: bool, timeout: float) -> tuple[str,
     return "found", end
 
 
-def verify(arguments: str, source: Path, timeout: float) -> tuple[int, str]:
-    """Exit code and output of ``verify`` on the package in ``source``."""
-    where = ["cuda"] if torch.cuda.is_available() else ["cpu", "--as", "sm_90"]
+def verify(arguments: str, source: Path, gpu: str, timeout: float) -> tuple[int, str]:
+    """Exit code and output of ``verify`` on the package in ``source``, as on a GPU."""
+    cuda = torch.cuda.is_available()
+    where = ["cuda"] if cuda and gpu == "sm_90" else ["cuda" if cuda else "cpu", "--as", gpu]
     command = ["-m", "sparsemla_lab.verify", "--quick", "--device", *where, *arguments.split()]
     command += ["--json", str(report_of(source))]
     environment = os.environ | {
@@ -1253,9 +1553,16 @@ def hopper_mutants() -> list[Mutant]:
     return [
         mutant
         for mutant in GPU_MUTANTS
-        if "sm90" in mutant.file
+        if "triton" not in mutant.file
         and set(mutant.check.replace("--op ", "").split()) <= set(interpreted_ops("sm_90"))
     ]
+
+
+def chosen_mutants(hopper: bool, ampere: bool) -> Sequence[Mutant]:
+    """Those of a tier, or those that tests find."""
+    if hopper:
+        return hopper_mutants()
+    return AMPERE_MUTANTS if ampere else CPU_MUTANTS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -1265,6 +1572,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--hopper",
         action="store_true",
         help="mutants of Hopper's kernels: on a CPU, those that are interpreted",
+    )
+    parser.add_argument(
+        "--ampere", action="store_true", help="mutants of the kernels with Ampere's instructions"
     )
     parser.add_argument("--json", type=Path, help="where to write all outcomes")
     parser.add_argument("--jobs", type=int, help="processes at a time; default: 8, on a CPU 2")
@@ -1276,7 +1586,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = options.jobs or (8 if torch.cuda.is_available() else 2)
     mutants = [
         mutant
-        for mutant in (hopper_mutants() if options.hopper else CPU_MUTANTS)
+        for mutant in chosen_mutants(options.hopper, options.ampere)
         if options.k in f"{mutant.file} {mutant.name}"
     ]
     wrong = right_passes(mutants, jobs, options.timeout)

@@ -903,6 +903,11 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         "Tests on a CPU find {} mutants, and CI runs them all. Of Hopper's kernels there are {}:",
         [lambda: str(len(mutants.CPU_MUTANTS)), lambda: str(len(mutants.GPU_MUTANTS))],
     ),
+    (
+        "docs/verification.md",
+        "instructions (`tests/mutants.py --ampere`) there are {}, which quick cases find on a CPU.",
+        [lambda: str(len(mutants.AMPERE_MUTANTS))],
+    ),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Tests find every mutant of the portable kernels; ``mutants.py --hopper`` runs Hopper's."""
+"""Tests find every mutant of the portable kernels; mutants.py runs those of the other tiers."""
 
 import ast
 
@@ -8,7 +8,9 @@ import mutants
 
 
 @pytest.mark.parametrize(
-    "mutant", [*mutants.CPU_MUTANTS, *mutants.GPU_MUTANTS], ids=lambda m: f"{m.file}: {m.name}"
+    "mutant",
+    [*mutants.CPU_MUTANTS, *mutants.GPU_MUTANTS, *mutants.AMPERE_MUTANTS],
+    ids=lambda m: f"{m.file}: {m.name}",
 )
 def test_mutants_match_the_kernels_text(mutant):
     ast.parse(mutants.text_of(mutant))

@@ -17,6 +17,10 @@ from test_tiers import DEVICE
 from test_tiers import check as check_case
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from sparsemla.kernels.common.fp8 import round_to_e4m3
 from sparsemla.kernels.projection import triton as projection
 
 # The merge of parts uses log2(0) = -inf; numpy, in the interpreter, warns about it.
@@ -127,6 +131,22 @@ def test_codes_of_float32_values_equal_correctly_rounded_division(ulps):
     quotients = fma(x, inverse, x * rest)
     assert (quotients != x / scale).float().mean() < 1e-4
     assert torch.equal(to_fp8(quotients).view(torch.uint8), to_fp8(x / scale).view(torch.uint8))
+
+
+@triton.jit
+def _round(x, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(out + at, round_to_e4m3(tl.load(x + at)))
+
+
+def test_operands_are_rounded_to_e4m3():
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = ((codes[1:] + codes[:-1]) / 2).view(torch.int32)
+    x = torch.cat([codes, *((ties + near).view(torch.float32) for near in (-1, 0, 1))])
+    x = torch.cat([x, -x, torch.rand(900) / 64, torch.full((138,), torch.nan)]).to(DEVICE)
+    out = torch.empty_like(x)
+    _round[(1,)](x, out, N=2048)
+    assert torch.equal(out.nan_to_num(7.0), x.to(torch.float8_e4m3fn).float().nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("num_parts", [None, 3])

@@ -148,7 +148,7 @@ def test_steps_of_deepseek_v4_reach_its_kernels(run):
         "_entry_slots_kernel",
         "_pool_kernel",
         "_index_kernel",
-        "_paged_kernel",
+        "score",
         "_select_kernel",
         "_slots_kernel",
         "_sparse_decode",

@@ -71,6 +71,7 @@ LAUNCHES = (
             (16, 512, 192, (128, 64)),
         )
     }
+    | {"128 tokens, 128 x 512 x 128, scales None": project(128, 128, 512, 128)}
     | {
         f"{parts} parts, {tokens} tokens, scales {block}": project(
             tokens, 16, 128, 512, block, parts

@@ -27,10 +27,26 @@ def paged(heads, query_len, fmt=INDEX_FP8, page_size=64, own_lengths=False, rati
     )
 
 
+def best(num_tokens, num_requests):
+    dispatch.load("indexer_topk", "sm80")(
+        index_q=meta(num_tokens, 64, 128, dtype=E4M3),
+        weights=meta(num_tokens, 64, dtype=torch.bfloat16),
+        cache=PagedCache.allocate(INDEX_FP8, 4096, 64, device="meta"),
+        input_row_offsets=meta(num_requests + 1),
+        seq_lens=meta(num_requests),
+        page_table=meta(num_requests, 512),
+        topk=2048,
+        as_slots=True,
+        out=meta(num_tokens, 2048),
+    )
+
+
 LAUNCHES = {
     "paged 64": functools.partial(paged, 64, 1),
     "paged 64, 2 tokens, own lengths": functools.partial(paged, 64, 2, own_lengths=True),
     "paged 32 x 96, 5 tokens, pages of 128, ratio 4": functools.partial(
         paged, 32, 5, e4m3_format(96, 96, 0), 128, ratio=4
     ),
+    "best of 4096": functools.partial(best, 4096, 1),
+    "best of 8": functools.partial(best, 8, 4),
 }

@@ -2121,6 +2121,23 @@ def _project_heads() -> list[Case]:
             )
             for rows, cols in ((512, 128), (128, 512))
         ),
+        *(
+            Case(
+                f"{tokens} tokens of 2 heads, {rows} x {cols}, {kind}",
+                build(
+                    make,
+                    num_tokens=tokens,
+                    rows=rows,
+                    cols=cols,
+                    block=SCALE_BLOCKS[kind],
+                    num_heads=2,
+                ),
+                tolerances=projection_tolerances(SCALE_BLOCKS[kind]),
+                quick=True,
+            )
+            for rows, cols in ((512, 128), (128, 512))
+            for tokens, kind in ((12, "128x128"), (40, "128x128"), (40, "bf16"))
+        ),
         Case("strided", build(_strided_projection)),
     ]
 

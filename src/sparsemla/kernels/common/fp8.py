@@ -86,6 +86,19 @@ def encode_e4m3(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def round_to_e4m3(x):
+    """float32 values up to 448, rounded to the nearest even e4m3 value; NaN stays NaN.
+
+    A value of the binade 2^e, at least 2^-6, loses its bits below 2^(e - 3) in a sum with
+    1.5 * 2^(e + 20).
+    """
+    binade = (x.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    binade = tl.maximum(binade, 0.015625)
+    shift = tl.full(x.shape, 1572864.0, tl.float32)
+    return tl.fma(-binade, shift, tl.fma(binade, shift, x))
+
+
+@triton.jit
 def decode_e8m0(code):
     """float32 powers of two of uint8 e8m0 codes: ``2^(code - 127)``, 255 is NaN."""
     bits = tl.where(code == 0, 0x400000, code.to(tl.uint32) << 23)

@@ -61,7 +61,7 @@ def _refuse_ragged_by_sm80(call: IndexerScores) -> str | None:
     return _refuse_ragged(call) or _refuse_dims(call.index_q)
 
 
-def _refuse_paged_by_sm80(call: IndexerScoresPaged) -> str | None:
+def _refuse_paged_by_sm80(call: IndexerScoresPaged | IndexerTopk) -> str | None:
     return _refuse_paged(call) or _refuse_dims(call.index_q)
 
 
@@ -94,6 +94,7 @@ INDEXER_TOPK = Op(
     IndexerTopk,
     (
         Kernel("sm90", lambda: sm90.indexer_topk, _refuse_paged),
+        Kernel("sm80", lambda: sm80.indexer_topk, _refuse_paged_by_sm80),
         Kernel("triton", lambda: triton.indexer_topk),
         Kernel("cpu", lambda: cpu.indexer_topk),
     ),

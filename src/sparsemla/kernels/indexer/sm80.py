@@ -34,14 +34,16 @@ from sparsemla.kernels.common.fp8 import HALVES_OF_FOUR
 from sparsemla.kernels.common.gluon import async_load
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
-from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged
-from sparsemla.kernels.indexer.sm90 import (
+from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.indexer.groups import (
     Queries,
     locate_group,
     partition_tiles,
+    request_of,
     visible_keys,
     visible_tiles,
 )
+from sparsemla.kernels.indexer.triton import SELECTION, Scorer, select_in_chunks
 
 NUM_WARPS = gl.constexpr(4)
 PAGE_KEYS = gl.constexpr(64)
@@ -192,6 +194,29 @@ def copy_keys(keys, page, n, num_keys, tile, scale_tile, T: gl.constexpr):
         async_load(scale_tile, at + i * keys.scale_row, mask=scale_mask)
 
 
+@triton.constexpr_function
+def of_tokens(tiling):
+    """The tiling whose groups are single tokens."""
+    return tiling._replace(tokens=1)
+
+
+@gluon.jit
+def store_rows(queries, T: gl.constexpr):
+    """Store the end and the request of each token of ragged requests, in one CTA.
+
+    Tokens are not taken from groups: these overlap if offsets decrease.
+    """
+    TOKENS: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
+    ONE: gl.constexpr = of_tokens(T)
+    for base in range(gl.program_id(0) * 128, queries.query_len, gl.num_programs(0) * 128):
+        token = base + gl.arange(0, 128, TOKENS)
+        group = locate_group(queries, token, ONE, True)
+        _, end = visible_keys(queries, group, token, ONE)
+        real = token < queries.query_len
+        gl.store(queries.rows + token, end, mask=real)
+        gl.store(queries.rows + queries.rows_request + token, group.request, mask=real)
+
+
 @gluon.jit
 def fill(queries, num_groups, T: gl.constexpr):
     """Store -inf in tiles that no token sees."""
@@ -277,7 +302,10 @@ def score(
     q_tile = gl.allocate_shared_memory(gl.uint8, [N, D], tile_layout(D))
     key_tiles = gl.allocate_shared_memory(gl.uint8, [STAGES, KEYS, D], tile_layout(D))
     scale_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, KEYS], PLAIN)
-    fill(queries, num_groups, T)
+    if queries.rows is None:
+        fill(queries, num_groups, T)
+    else:
+        store_rows(queries, T)
     index, skip, left = partition_tiles(queries, num_groups, T)
     while left > 0:
         group = locate_group(queries, index, T)
@@ -317,6 +345,9 @@ def score(
             heads = as_operand(q_tile.permute((1, 0)).load(B), T)
             t = group.first + gl.arange(0, T.tokens, TOKENS)
             start, end = visible_keys(queries, group, t, T)
+            own = t < group.stop
+            if T.tokens > 1 and queries.offsets is not None:  # groups overlap if offsets decrease
+                own = own & (request_of(queries, t, of_tokens(T), True) == group.request)
             out = queries.out + t.to(gl.int64) * queries.out_token
             out += group.request.to(gl.int64) * queries.out_request
             for i in range(tiles):
@@ -350,7 +381,7 @@ def score(
                     gl.store(
                         out[None, :] + n[:, None],
                         gl.where(inside, total, MINUS_INF),
-                        mask=(n < queries.num_keys)[:, None] & (t < group.stop)[None, :],
+                        mask=(n < queries.num_keys)[:, None] & own[None, :],
                     )
             async_copy.wait_group(0)
         left -= gl.maximum(tiles, 0)
@@ -481,3 +512,54 @@ def indexer_scores_paged(call: IndexerScoresPaged) -> None:
     num_groups = batch * cdiv(query_len, tiling.tokens)
     keys = paged_keys(cache, page_table)
     launch(index_q, index_q.stride()[:3], queries, keys, num_groups, tiling)
+
+
+def scorer(call: IndexerTopk) -> Scorer:
+    """The function that scores slices of the tokens of ragged requests."""
+    q, weights, cache = call.index_q, call.weights, call.cache
+    num_tokens, heads, dim = q.shape
+    num_requests = call.page_table.shape[0]
+    tiling = choose_tiling(
+        max(1, num_tokens // max(1, num_requests)),
+        heads,
+        dim,
+        q.device,
+        False,
+        call.causal,
+        call.ratio,
+        cache.page_size,
+    )
+    keys = paged_keys(cache, call.page_table)
+
+    def score_tokens(some: slice, scores: Tensor, rows: Tensor) -> None:
+        queries = Queries(
+            head_weights=weights[some],
+            head_weights_request=0,
+            head_weights_token=weights.stride(0),
+            row_starts=None,
+            row_ends=call.seq_lens,
+            ends_request=call.seq_lens.stride(0),
+            offsets=call.input_row_offsets,
+            skip=call.topk,
+            search_steps=num_requests.bit_length(),
+            rows=rows,
+            out=scores,
+            out_request=0,
+            out_token=scores.stride(0),
+            num_keys=scores.shape[1],
+            first=some.start,
+            rows_request=rows.stride(0),
+            num_requests=num_requests,
+            query_len=scores.shape[0],
+        )
+        num_groups = scores.shape[0]
+        if tiling.tokens > 1:
+            num_groups = num_groups // tiling.tokens + num_requests + 1
+        strides = 0, q.stride(0), q.stride(1)
+        launch(q[some], strides, queries, keys, num_groups, tiling)
+
+    return score_tokens
+
+
+def indexer_topk(call: IndexerTopk) -> None:
+    select_in_chunks(call, scorer(call), SELECTION)

@@ -60,6 +60,13 @@ from sparsemla.kernels.common.hopper import PLAIN
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
 from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.indexer.groups import (
+    Queries,
+    locate_group,
+    partition_tiles,
+    visible_keys,
+    visible_tiles,
+)
 from sparsemla.kernels.indexer.triton import Scorer, Selection, select_in_chunks
 from sparsemla.kernels.topk.arguments import SelectTopk
 from sparsemla.kernels.topk.schedule import refuse_registers
@@ -85,49 +92,6 @@ LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 FILL = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
 FILL_COLUMNS = gl.constexpr(256)
 FILL_AT_ONCE = gl.constexpr(4096)
-
-
-class Queries(NamedTuple):
-    """Query tokens, their ranges of keys, and their scores. Strides are in elements.
-
-    Args:
-        head_weights: ``[T, HI]`` or ``[B, S, HI]``, with the strides of a request and a token.
-        row_starts: first key of each token; None for 0.
-        row_ends: end of each token's keys, or number of keys of each request.
-        ends_request: stride of ``row_ends``.
-        offsets: first tokens of ragged requests; None if each request has ``query_len`` tokens.
-        skip: tokens with at most this many keys get no scores.
-        search_steps: iterations of the binary search for the request of a group.
-        rows: int32 ``[2, T]``, output for ragged requests: end and request of each token.
-        out: ``[T, num_keys]`` or ``[B, S, num_keys]``, with the strides of a request and a token.
-        num_keys: columns of ``out``.
-        first: the token from which ``offsets`` count.
-        rows_request: stride of ``rows``.
-        num_requests: B.
-        query_len: tokens of a request; for ragged requests, tokens of all requests.
-
-    The last four change from batch to batch. They are separate arguments of the kernel, so that it
-    is not compiled again for every alignment.
-    """
-
-    head_weights: Tensor
-    head_weights_request: int
-    head_weights_token: int
-    row_starts: Tensor | None
-    row_ends: Tensor
-    ends_request: int
-    offsets: Tensor | None
-    skip: int
-    search_steps: int
-    rows: Tensor | None
-    out: Tensor
-    out_request: int
-    out_token: int
-    num_keys: int
-    first: int
-    rows_request: int
-    num_requests: int
-    query_len: int
 
 
 class Keys(NamedTuple):
@@ -180,22 +144,6 @@ class Tiling(NamedTuple):
     page_size: int
 
 
-class Group(NamedTuple):
-    """Request of a group, its first token, and the end of the request's tokens."""
-
-    request: int
-    first: int
-    stop: int
-
-
-class Share(NamedTuple):
-    """Share of a CTA: its first group, the group's tiles in earlier shares, its number of tiles."""
-
-    group: int
-    skipped: int
-    tiles: int
-
-
 class SharedMemory(NamedTuple):
     """Shared memory of a CTA. The module's docstring has the table of the barriers."""
 
@@ -232,177 +180,6 @@ def partials_layout(tokens, keys):
         [],
         [keys, tokens, 4],
     )
-
-
-@gluon.jit
-def first_token_of(queries, request):
-    """First token of a request, counted from ``queries.first``; 0 for the first request."""
-    offset = gl.load(queries.offsets + request) - queries.first
-    offset = gl.minimum(gl.maximum(offset, 0), queries.query_len).to(gl.int32)
-    return gl.where(request > 0, offset, 0)
-
-
-@gluon.jit
-def first_group_of(queries, request, T: gl.constexpr):
-    """Number of the first group of a ragged request: its first token, if a group has one token.
-
-    Else ``offsets[b] // tokens + b``: this numbering needs no prefix sum over requests, but some
-    groups have no tokens.
-    """
-    group = first_token_of(queries, request)
-    if T.tokens > 1:
-        group = group // T.tokens + request
-    return group
-
-
-@gluon.jit
-def request_of(queries, group, T: gl.constexpr, MANY: gl.constexpr):
-    """The ragged request of a group, or of a tensor of groups; the last that begins before it."""
-    # Guess that all have equally many tokens, as in most decodes: a search waits for each load.
-    pitch = gl.fdiv(queries.query_len * 1.0, gl.maximum(queries.num_requests, 1) * 1.0)
-    if T.tokens > 1:
-        pitch = pitch / T.tokens + 1.0
-    request = gl.fdiv(group.to(gl.float32), pitch).to(gl.int32)
-    request = gl.minimum(request, gl.maximum(queries.num_requests - 1, 0))
-    following = gl.minimum(request + 1, queries.num_requests)
-    wrong = first_group_of(queries, request, T) > group
-    wrong = wrong | (first_group_of(queries, following, T) <= group)
-    steps = gl.where(wrong, queries.search_steps, 0)
-    if MANY:
-        steps = gl.max(steps, 0)
-    if steps > 0:
-        request = group * 0
-        last = request + queries.num_requests
-        for _ in range(steps):
-            middle = (request + last + 1) // 2
-            before = first_group_of(queries, middle, T) <= group
-            request = gl.where(before, middle, request)
-            last = gl.where(before, last, middle - 1)
-    return request
-
-
-@gluon.jit
-def locate_group(queries, group, T: gl.constexpr, MANY: gl.constexpr = False):
-    """The request and the tokens of a group, or with MANY of a tensor of groups.
-
-    Tokens after the last ragged request form one more request.
-    """
-    if queries.offsets is None:
-        groups = gl.cdiv(queries.query_len, T.tokens)
-        request = group // groups
-        first = group % groups * T.tokens
-        stop = gl.where(request < queries.num_requests, queries.query_len, 0)
-    else:
-        request = request_of(queries, group, T, MANY)
-        begin_token = first_token_of(queries, request)
-        first = begin_token + (group - first_group_of(queries, request, T)) * T.tokens
-        real = request < queries.num_requests
-        end_token = first_token_of(queries, gl.where(real, request + 1, request))
-        stop = gl.where(real, end_token, queries.query_len)
-    return Group(request, first, stop)
-
-
-@gluon.jit
-def visible_keys(queries, group, token, T: gl.constexpr):
-    """Range of the keys that a token of a group sees: the first one, and the end."""
-    real = token < group.stop
-    if queries.row_starts is not None:
-        start = gl.load(queries.row_starts + token, mask=real, other=0)
-        start = gl.minimum(gl.maximum(start, 0), queries.num_keys).to(gl.int32)
-        end = gl.load(queries.row_ends + token, mask=real, other=0)
-    else:
-        start = token * 0
-        real = real & (group.request < queries.num_requests)
-        if queries.offsets is not None:  # tokens before the first request see no keys
-            begin_token = gl.load(queries.offsets + group.request + token * 0, mask=real)
-            real = real & (token >= begin_token - queries.first)
-        at = queries.row_ends + group.request.to(gl.int64) * queries.ends_request + token * 0
-        if T.own_ends:
-            at += token
-        end = gl.maximum(gl.load(at, mask=real, other=0), 0)
-        if T.causal:
-            if queries.offsets is None:
-                end -= queries.query_len - 1 - token
-            else:
-                end_token = gl.load(queries.offsets + group.request + 1 + token * 0, mask=real)
-                end -= end_token - queries.first - 1 - token
-        if T.ratio > 1:
-            end = gl.maximum(end, 0) // T.ratio
-    end = gl.where(real, gl.minimum(gl.maximum(end, 0), queries.num_keys), 0)
-    return start, end.to(gl.int32)
-
-
-@gluon.jit
-def visible_tiles(queries, group, T: gl.constexpr):
-    """First tile and number of tiles with keys that any token of a group sees."""
-    TOKENS: gl.constexpr = T.tokens
-    if queries.row_starts is not None or T.own_ends:
-        low = group.first * 0 + queries.num_keys
-        high = group.first * 0
-        for t in gl.static_range(TOKENS):
-            start, end = visible_keys(queries, group, group.first + t, T)
-            low = gl.where(start < end, gl.minimum(low, start), low)
-            high = gl.where(start < end, gl.maximum(high, end), high)
-    else:
-        low = group.first * 0
-        last = gl.minimum(group.first + TOKENS, group.stop) - 1
-        _, high = visible_keys(queries, group, last, T)
-        high = gl.where((last >= group.first) & (high > queries.skip), high, 0)
-    first_tile = low // T.block_n
-    return first_tile, gl.maximum((high + T.block_n - 1) // T.block_n - first_tile, 0)
-
-
-@triton.constexpr_function
-def groups_at_once(T):
-    """Number of groups in one step of the counting of tiles."""
-    return 1024 if T.page_size == 0 else 128
-
-
-@triton.constexpr_function
-def counts_layout(at_once):
-    """Layout of the counts; each warp has all of 128 groups, so that sums need no barrier."""
-    return gl.BlockedLayout([4 if at_once == 128 else 1], [32], [4], [0])
-
-
-@gluon.jit
-def add(a, b):
-    return a + b
-
-
-@gluon.jit
-def count_tiles(queries, base, num_groups, T: gl.constexpr):
-    """Numbers of tiles of some groups from ``base`` on."""
-    AT_ONCE: gl.constexpr = groups_at_once(T)
-    index = base + gl.arange(0, AT_ONCE, counts_layout(AT_ONCE))
-    _, tiles = visible_tiles(queries, locate_group(queries, index, T, True), T)
-    return gl.where(index < num_groups, tiles, 0)
-
-
-@gluon.jit
-def count_finished_groups(tiles, begin, passed, behind, before):
-    """Count the groups that end at or before tile ``begin``, and their tiles."""
-    ends = gl.associative_scan(tiles, 0, add) + before
-    done = ends <= begin
-    passed += gl.sum(done.to(gl.int32), 0)
-    behind = gl.maximum(behind, gl.max(gl.where(done, ends, 0), 0))
-    return passed, behind, before + gl.sum(tiles, 0)
-
-
-@gluon.jit
-def partition_tiles(queries, num_groups, T: gl.constexpr):
-    """The share of this CTA."""
-    AT_ONCE: gl.constexpr = groups_at_once(T)
-    some = count_tiles(queries, 0, num_groups, T)  # in most launches, of all groups
-    total = gl.sum(some, 0)
-    for base in range(AT_ONCE, num_groups, AT_ONCE):
-        total += gl.sum(count_tiles(queries, base, num_groups, T), 0)
-    each = gl.cdiv(total, gl.num_programs(0))
-    begin = gl.minimum(gl.program_id(0) * each, total)
-    passed, behind, before = count_finished_groups(some, begin, 0, 0, 0)
-    for base in range(AT_ONCE, num_groups, AT_ONCE):
-        some = count_tiles(queries, base, num_groups, T)
-        passed, behind, before = count_finished_groups(some, begin, passed, behind, before)
-    return Share(passed, begin - behind, gl.minimum(each, total - begin))
 
 
 @gluon.jit

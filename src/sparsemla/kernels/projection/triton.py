@@ -27,7 +27,14 @@ from sparsemla.kernels.attention.triton.merge import launch_merge
 from sparsemla.kernels.attention.triton.tiles import LOG2E, LOWEST
 from sparsemla.kernels.common.device import describe, num_multiprocessors
 from sparsemla.kernels.common.early import begins_early, let_next_begin, wait_for_inputs
-from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e4m3, dot, encode_e4m3, has_fp8
+from sparsemla.kernels.common.fp8 import (
+    INTERPRETED,
+    dot,
+    e4m3_over_256,
+    encode_e4m3,
+    has_fp8,
+    round_to_e4m3,
+)
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.projection.arguments import (
     FEW_MERGED_ROWS,
@@ -41,8 +48,8 @@ MAX = tl.constexpr(FP8_MAX)
 INVERSE = tl.constexpr(float(np.float32(1 / FP8_MAX)))
 INVERSE_REST = tl.constexpr(1 / FP8_MAX - float(np.float32(1 / FP8_MAX)))
 
-FEW_TOKENS = 64
-"""Most tokens of ``_few_kernel`` on GPUs other than Hopper."""
+FEW_TOKENS = 32
+"""Most tokens of ``_few_kernel`` on GPUs other than Hopper; measured as on sm_80."""
 
 INVARIANT_TOKENS = 16
 """Number of tokens that the tiles are chosen for if results must not depend on the real number."""
@@ -78,7 +85,9 @@ def _tiles_of_few(
     rows = min(128, max(16, next_power_of_2(outputs)))
     tokens = next_power_of_2(num_tokens)
     if not describe(device).is_hopper:  # less shared memory, and fewer registers per thread
-        return Tiles(min(32, rows), min(max(tokens, 16), 16 if inputs > 128 else 64), step, 8)
+        if weight.scale is None or num_parts:
+            return Tiles(min(32, rows), 16 if inputs > 128 else max(tokens, 16), step, 8)
+        return Tiles(min(32 if inputs > 128 else 64, rows), max(tokens, 16), step, 4)
     processors = num_multiprocessors(device)
     codes = weight.scale is not None
     # One token per program, with all of its parts at once, if all programs run at once.
@@ -105,9 +114,10 @@ def _tiles_of_many(num_tokens: int, weight: HeadWeight, device: torch.device) ->
     else:
         step = max(32, next_power_of_2(weight.scale_block[1]))
         if not has_fp8(device):  # codes are decoded in registers, by integer instructions
-            return Tiles(64, 64, step, warps=8, stages=2)
+            return Tiles(128, 64, step, warps=4, stages=2)
     if inputs <= step:
-        rows = 128 if num_tokens <= 128 else 64
+        # Three stages of 128 rows take 128 KiB of shared memory.
+        rows = 128 if num_tokens <= 128 and describe(device).is_hopper else 64
         return Tiles(rows, 128, step, warps=8 if num_tokens <= 256 else 4, stages=3)
     # Registers hold the accumulator of a step and the total.
     tokens, warps = (128, 8) if weight.scale is None else (64, 4)
@@ -115,8 +125,8 @@ def _tiles_of_many(num_tokens: int, weight: HeadWeight, device: torch.device) ->
 
 
 @triton.jit
-def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
-    """uint8 e4m3 codes of float32 values ``x [rows, dims]`` and ``scale [rows]``.
+def _scale_down(x, UPCAST: tl.constexpr):
+    """float32 values ``x [rows, dims]`` over their ``scale [rows]``, in the range of e4m3.
 
     Activations often hit ties of e4m3, so both divisions have to be rounded correctly.
     Multiplications by an inverse in two parts achieve this for the scale, and for bfloat16 values
@@ -132,30 +142,50 @@ def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
         inverse = 1.0 / scale
         rest = tl.fma(-scale, inverse, tl.full(scale.shape, 1.0, tl.float32)) * inverse
         x = tl.fma(x, tl.broadcast_to(inverse[:, None], x.shape), x * rest[:, None])
-    return encode_e4m3(x, NATIVE), scale
+    return x, scale
+
+
+@triton.jit
+def _quantise(x, NATIVE: tl.constexpr, UPCAST: tl.constexpr):
+    """float32 values ``x [rows, dims]``, rounded to e4m3, as MMA operands, and ``scale [rows]``."""
+    x, scale = _scale_down(x, UPCAST)
+    if NATIVE:
+        operand = encode_e4m3(x, NATIVE).to(tl.float8e4nv, bitcast=True)
+    else:
+        operand = round_to_e4m3(x).to(tl.float16)
+    return operand, scale
 
 
 @triton.jit
 def _load_row_scales(
-    scale, first, row, stride, N: tl.constexpr, BLOCK_N: tl.constexpr, SCALE_N: tl.constexpr
+    scale,
+    first,
+    row,
+    stride,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
-    """Scales of a block of weight rows, or their single common scale."""
+    """Scales of a block of weight rows as operands, or their single common scale."""
     if SCALE_N % BLOCK_N == 0:
         scales = tl.load(scale + first // SCALE_N * stride)
     else:
         scales = tl.load(scale + row // SCALE_N * stride, mask=row < N, other=0.0)
+    if not NATIVE:
+        scales *= 256.0
     return scales
 
 
 @triton.jit
 def _as_operand(codes, NATIVE: tl.constexpr):
-    """Weights as MMA operands: e4m3 if the GPU has it, else bfloat16."""
+    """Weights as MMA operands: e4m3 if the GPU has it, else float16 over 256."""
     if codes.dtype != tl.uint8:
         operand = codes
     elif NATIVE:
         operand = codes.to(tl.float8e4nv, bitcast=True)
     else:
-        operand = decode_e4m3(codes, NATIVE).to(tl.bfloat16)
+        operand = e4m3_over_256(codes)
     return operand
 
 
@@ -272,7 +302,7 @@ def _few_kernel(
         if scale is not None:
             at = scale + head * scale_head_stride + step
             a_scale = _load_row_scales(
-                at, first, row[:, None], scale_row_stride, N, BLOCK_N, SCALE_N
+                at, first, row[:, None], scale_row_stride, N, BLOCK_N, SCALE_N, NATIVE
             )
             scales = scales + (a_scale,)
     wait_for_inputs(EARLY)  # an earlier kernel may write activations, but no weights
@@ -311,8 +341,7 @@ def _few_kernel(
         if scale is None:
             total = dot(a, tl.trans(inputs[step]), total, UPCAST)
         else:
-            codes, b_scale = _quantise(inputs[step].to(tl.float32), NATIVE, UPCAST)
-            b = _as_operand(codes, NATIVE)
+            b, b_scale = _quantise(inputs[step].to(tl.float32), NATIVE, UPCAST)
             part = dot(a, tl.trans(b), tl.zeros([BLOCK_N, BLOCK_T], tl.float32), UPCAST)
             total += part * (b_scale[None, :] * scales[step])
     target = out + (token * out_token_stride + head * out_head_stride)[None, :] + row[:, None]
@@ -366,8 +395,7 @@ def _many_kernel(
     if ONCE:
         b = tl.load(x + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
         if scale is not None:
-            codes, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
-            b = _as_operand(codes, NATIVE)
+            b, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
         for first in range(0, N, BLOCK_N):
             row = first + tl.arange(0, BLOCK_N)
             inside = (row < N)[:, None] & (k < K)[None, :]
@@ -376,7 +404,7 @@ def _many_kernel(
             total = dot(b, tl.trans(a), tl.zeros([BLOCK_T, BLOCK_N], tl.float32), UPCAST)
             if scale is not None:
                 a_scale = _load_row_scales(
-                    scale, first, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N
+                    scale, first, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N, NATIVE
                 )
                 total *= b_scale[:, None] * a_scale
             inside = live[:, None] & (row < N)[None, :]
@@ -396,10 +424,9 @@ def _many_kernel(
             else:
                 at = scale + step
                 a_scale = _load_row_scales(
-                    at, first, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N
+                    at, first, row[None, :], scale_row_stride, N, BLOCK_N, SCALE_N, NATIVE
                 )
-                codes, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
-                b = _as_operand(codes, NATIVE)
+                b, b_scale = _quantise(b.to(tl.float32), NATIVE, UPCAST)
                 part = dot(b, tl.trans(a), tl.zeros([BLOCK_T, BLOCK_N], tl.float32), UPCAST)
                 total += part * (b_scale[:, None] * a_scale)
         inside = live[:, None] & (row < N)[None, :]
@@ -616,7 +643,8 @@ def _inputs_kernel(
     if scales is None:
         tl.store(target, y.to(tl.bfloat16), mask=real)
     else:
-        codes, scale = _quantise(y, NATIVE, UPCAST)
+        y, scale = _scale_down(y, UPCAST)
+        codes = encode_e4m3(y, NATIVE)
         # 8 codes per thread, as of the inputs: with 16, both would change their layout.
         WIDTH: tl.constexpr = 8 if BLOCK_K >= 8 else BLOCK_K
         tl.store(tl.max_contiguous(target, [1, WIDTH]), codes, mask=real)
@@ -683,10 +711,13 @@ def _groups_kernel(
                 N,
                 BLOCK_N,
                 SCALE_N,
+                NATIVE,
             )
             b_scale = tl.load(
                 input_scales + (group * STEPS + step) * num_tokens + token, mask=live, other=0.0
             )
+            if not NATIVE:
+                b_scale *= 256.0
             part = dot(a, tl.trans(b), tl.zeros([BLOCK_N, BLOCK_T], tl.float32), UPCAST)
             total += part * (b_scale[None, :] * a_scale)
     target = out + (token * out_token_stride + group * out_group_stride)[None, :] + row[:, None]
