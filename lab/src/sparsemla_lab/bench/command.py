@@ -15,7 +15,6 @@ from sparsemla.validation import missing_gpu
 from sparsemla_lab.bench import cpu, host, report, timeline
 from sparsemla_lab.bench.ceilings import measure
 from sparsemla_lab.bench.peers import find_peers
-from sparsemla_lab.bench.peers.base import Peer
 from sparsemla_lab.bench.run import Outcome, Stamp, run_all, select_workloads, with_steps
 from sparsemla_lab.bench.timing import Timer
 from sparsemla_lab.bench.training import crossing_lines
@@ -62,7 +61,8 @@ def bench(
         host_times: a JSON file for the host's time of eager calls; nothing else is measured, and
             without a GPU the file is only read.
         acting_as: an older GPU, ``sm_80`` or ``sm_89``, whose code the GPU runs. Ratios between
-            rows say which code is better, no row says how long that GPU takes. There are no peers.
+            rows say which code is better, no row says how long that GPU takes. Peers are those that
+            Triton compiles; rows name the others.
 
     Returns:
         The exit code: 1 if a result was wrong, or one of this package is missing.
@@ -84,6 +84,7 @@ def bench(
         "table": table,
         "launches": launches,
         "host_times": host_times,
+        "as": acting_as,
     }
     given = [name for name, value in options.items() if value is not None]
     _check_together(given, device)
@@ -101,11 +102,7 @@ def bench(
     if device == "cpu" or (device is None and not torch.cuda.is_available()):
         return _compare_on_cpu(write)
     workloads = select_workloads(op, full, case)
-    if acting_as is None:
-        return _measure(write, workloads, json, plot, peers, commit)
-    if peers is not None:
-        raise ValueError(f"peers must be left out to act as {acting_as}: they are not its code")
-    return _measure(write, workloads, json, plot, None, commit, acting_as)
+    return _measure(write, workloads, json, plot, peers, commit, acting_as)
 
 
 def _check_together(given: list[str], device: str | None) -> None:
@@ -141,12 +138,7 @@ def _measure(
         raise ValueError(
             f"json must name a file of {device} or a new one; {json} has rows of {earlier.device}"
         )
-    competitors: list[Peer] = []
-    if acting_as is None:
-        competitors, missing = with_steps(*find_peers(peers))
-        for name, reason in missing.items():
-            write(f"without {name}: {reason}")
-    timer = Timer("cuda")
+    timer = Timer("cuda")  # asks torch about the GPU itself
     stamp = Stamp.now(commit, peers)
     failed = False
     wrong: set[report.Timed] = set()
@@ -171,18 +163,21 @@ def _measure(
                     write(f"kept in {json}: {at}, of {row.date} at commit {row.commit}")
             report.save(json, report.merged(earlier, current, wrong) if earlier else current)
 
-    with _acting(acting_as):
+    with acting(acting_as):
+        competitors, missing = with_steps(*find_peers(peers))
+        for name, reason in missing.items():
+            write(f"without {name}: {reason}")
         current = report.Report(device, measure(timer, acting_as=acting_as), [])
         write(report.ceiling_line(current))
         write(" | ".join(report.HEADER))
-        run_all(workloads, competitors, timer, current.ceilings, stamp, done)
+        run_all(workloads, competitors, timer, current.ceilings, stamp, done, acting_as)
     for line in crossing_lines(current.rows):
         write(line)
     _plot(write, current, plot)
     return int(failed)
 
 
-def _acting(name: str | None) -> contextlib.AbstractContextManager[None]:
+def acting(name: str | None) -> contextlib.AbstractContextManager[None]:
     """The GPU as an older one, or as it is."""
     if name is None:
         return contextlib.nullcontext()

@@ -23,6 +23,8 @@ class Peer(ABC):
     """Another implementation on one machine."""
 
     name: ClassVar[str]
+    portable: ClassVar[bool] = False
+    """Whether Triton compiles its kernels for the GPU at hand, or the one that this acts as."""
 
     @abstractmethod
     def supports(self, workload: Workload) -> str | None:

@@ -80,6 +80,7 @@ class SGLangTriton(Peer):
     """Its Triton prefill: a program takes one token, or the union of 2 or 4 tokens' selections."""
 
     name = "SGLang Triton"
+    portable = True
     FILE: ClassVar[str] = "triton_sparse_mla_prefill.py"
     ROWS: ClassVar[range] = range(16, 33)
     """Rows of a tile over a union: heads times tokens."""
