@@ -619,6 +619,7 @@ def test_sglang_triton_gets_the_inputs_in_its_layout(timer):
         assert outcome.failures == outcome.refusals == {}
         assert {found.peer for found in outcome.rows} == {names[i] for i in sides}
     assert peer.supports(workloads.SparsePrefill(5, 300, 64, 576, 128)) is not None
+    assert peer.supports(workloads.SparsePrefill(5, 300, 16, 512, 128)) is not None
 
 
 def tilelang_like(q, kv, o, do, indices, lse, sm_scale=None):

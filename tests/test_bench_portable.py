@@ -90,6 +90,10 @@ def test_which_peers_run_as_an_older_gpu():
     assert {kind.name for kind in (peers.Sparsemla, *peers.PEERS) if kind.portable} == {
         "sparsemla",
         "SGLang Triton",
+        "SGLang triton_sparse_mla",
+        "SGLang flash_mla_sm120_triton",
+        "vLLM rocm_fp8_paged_mqa_logits_triton",
+        "attn-gym",
     }
     assert not peers.Torch.portable
 

@@ -95,6 +95,8 @@ class SGLangTriton(Peer):
     def supports(self, workload: Workload) -> str | None:
         if not isinstance(workload, SparsePrefill):
             return "has no such op"
+        if workload.head_dim != 576:
+            return "takes rows of 512 and 64 dims"
         return None if workload.heads <= 32 else "is for up to 32 heads"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
