@@ -1,7 +1,8 @@
 """Hook of mkdocs: fills the marks on pages with what files and the command line's parser say.
 
-``<!-- table of FILE -->`` becomes the tables of a committed file of measurements, and
-``<!-- commands -->`` a section for each subcommand of ``sparsemla``.
+``<!-- table of FILE -->`` becomes the tables of a committed file of measurements,
+``<!-- portable set of FILE -->`` one table of its portable workloads, and ``<!-- commands -->`` a
+section for each subcommand of ``sparsemla``.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from pathlib import Path
 import typer
 
 from sparsemla_lab.bench import report
+from sparsemla_lab.bench.portable import portable_table
 from sparsemla_lab.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
-MARK = re.compile(r"^<!-- table of (\S+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (table|portable set) of (\S+) -->$", re.MULTILINE)
+WRITE = {"table": report.markdown, "portable set": portable_table}
 COMMANDS = "<!-- commands -->"
 
 
@@ -40,7 +43,7 @@ def commands() -> str:
 
 def with_tables(text: str) -> str:
     """A page with each mark replaced by what it names."""
-    text = MARK.sub(lambda mark: report.markdown(report.load(ROOT / mark[1])), text)
+    text = MARK.sub(lambda mark: WRITE[mark[1]](report.load(ROOT / mark[2])), text)
     return text.replace(COMMANDS, commands()) if COMMANDS in text else text
 
 

@@ -286,7 +286,8 @@ def bench(
     json: Annotated[Path | None, typer.Option(help="JSON file to add the rows to.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Folder for bar and line plots.")] = None,
     peers: Annotated[
-        Path | None, typer.Option(help="A folder that holds vllm/ of an unpacked vLLM wheel.")
+        Path | None,
+        typer.Option(help="A folder of unpacked wheels: vllm/, sgl_flash_mla/, sglang/, ..."),
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="cuda or cpu; default: the GPU, if there is one.")
@@ -307,6 +308,13 @@ def bench(
     acting_as: Annotated[
         str | None,
         typer.Option("--as", help="Run the code of an older GPU (sm_80, sm_89) on this one."),
+    ] = None,
+    cases: Annotated[
+        str | None,
+        typer.Option("--set", help="A set of workloads: portable compares portable kernels."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes that compile all kernels first.")
     ] = None,
 ) -> None:
     """Time every op beside every peer that is installed, each result checked first.
@@ -330,6 +338,8 @@ def bench(
             launches=launches,
             host_times=host_times,
             acting_as=acting_as,
+            cases=cases,
+            jobs=jobs,
         )
     except ValueError as error:
         fail(error)

@@ -18,11 +18,17 @@ from sparsemla_lab.bench.ceilings import Ceilings
 from sparsemla_lab.bench.compressed_step import CompressedStepOfPeers, compressed_step_workloads
 from sparsemla_lab.bench.peers import versions
 from sparsemla_lab.bench.peers.base import Peer, Unavailable
+from sparsemla_lab.bench.portable import portable_workloads
 from sparsemla_lab.bench.report import Row
 from sparsemla_lab.bench.step import StepOfPeers, step_workloads
 from sparsemla_lab.bench.timing import Prepared, Results, Timer, Timing
 from sparsemla_lab.bench.training import training_workloads
 from sparsemla_lab.bench.workloads import Inputs, Side, Workload, all_workloads, topk_table
+
+Choice = tuple[str | None, bool, str | None, str | None]
+"""The arguments of :func:`select_workloads`."""
+SETS: dict[str, Callable[[], list[Workload]]] = {"portable": portable_workloads}
+"""Sets of workloads by name."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +61,31 @@ class Outcome:
     refusals: dict[str, str]
 
 
-def select_workloads(op: str | None, full: bool = False, case: str | None = None) -> list[Workload]:
+def select_workloads(
+    op: str | None, full: bool = False, case: str | None = None, cases: str | None = None
+) -> list[Workload]:
     """The workloads of one op or of all; with ``full``, every size of the steps and of top-k.
 
     Args:
         op: an op's name; None for all.
         full: every size.
         case: a regular expression that ``op, case`` must contain; None for all.
+        cases: a set of :data:`SETS` to choose from; None for the usual workloads.
 
     Raises:
-        ValueError: no workload measures this op, or none of its cases matches.
+        ValueError: no workload measures this op, or none of its cases matches; or there is no such
+            set, or it has no further sizes.
     """
-    steps = *step_workloads(full), *compressed_step_workloads(full)
-    more = *training_workloads(), *(topk_table() if full else [])
-    workloads = [*all_workloads(), *steps, *more]
+    if cases is None:
+        steps = *step_workloads(full), *compressed_step_workloads(full)
+        more = *training_workloads(), *(topk_table() if full else [])
+        workloads = [*all_workloads(), *steps, *more]
+    elif cases not in SETS:
+        raise ValueError(f"set must be one of {', '.join(SETS)}; got {cases!r}")
+    elif full:
+        raise ValueError(f"full must not be given with the set {cases}: it has one size")
+    else:
+        workloads = SETS[cases]()
     if op is not None:
         chosen = [workload for workload in workloads if workload.op == op]
         if not chosen:
