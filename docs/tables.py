@@ -1,8 +1,9 @@
 """Hook of mkdocs: fills the marks on pages with what files and the command line's parser say.
 
 ``<!-- table of FILE -->`` becomes the tables of a committed file of measurements,
-``<!-- commands -->`` a section for each subcommand of ``sparsemla``, and ``<!-- capacity -->`` the
-sizes of formats and models, for the calculator's script.
+``<!-- portable set of FILE -->`` one table of its portable workloads, ``<!-- commands -->`` a
+section for each subcommand of ``sparsemla``, and ``<!-- capacity -->`` the sizes of formats and
+models, for the calculator's script.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import typer
 
 from sparsemla_lab import capacity
 from sparsemla_lab.bench import report
+from sparsemla_lab.bench.portable import portable_table
 from sparsemla_lab.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
-MARK = re.compile(r"^<!-- table of (\S+) -->$", re.MULTILINE)
+MARK = re.compile(r"^<!-- (table|portable set) of (\S+) -->$", re.MULTILINE)
+WRITE = {"table": report.markdown, "portable set": portable_table}
 COMMANDS = "<!-- commands -->"
 CAPACITY = "<!-- capacity -->"
 
@@ -54,7 +57,7 @@ def sizes() -> str:
 
 def with_tables(text: str) -> str:
     """A page with each mark replaced by what it names."""
-    text = MARK.sub(lambda mark: report.markdown(report.load(ROOT / mark[1])), text)
+    text = MARK.sub(lambda mark: WRITE[mark[1]](report.load(ROOT / mark[2])), text)
     for placed, content in ((COMMANDS, commands), (CAPACITY, sizes)):
         if placed in text:
             text = text.replace(placed, content())

@@ -1,6 +1,9 @@
-"""The compile-only driver reports the resources of kernels and refuses kernels that do not fit."""
+"""Drivers that only compile or act as an older GPU, and the resources that they report."""
+
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -101,3 +104,27 @@ def test_reused_barrier_memory_is_found(compile_table, mode, reused):
     done = compile_table(f"launch({mode!r})", WITH_BARRIER)
     assert done.returncode == 0, done.stderr
     assert ("reused" in done.stdout) == reused, done.stdout
+
+
+def test_an_older_gpu_has_its_shared_memory(monkeypatch):
+    from triton.compiler.compiler import max_shared_mem
+    from triton.runtime import driver
+
+    from sparsemla_lab.testing.emulate import acting_as
+
+    sizes = {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+    utils = SimpleNamespace(get_device_properties=lambda device: sizes, load_binary="load")
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(utils=utils, launcher_cls="launcher"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    max_shared_mem.cache_clear()
+    assert max_shared_mem(0) == 232448
+    for name, shared, count in (("sm_80", 163 * 1024, 108), ("sm_89", 99 * 1024, 128)):
+        with acting_as(name):
+            assert max_shared_mem(0) == shared
+            assert torch.cuda.get_device_properties(0).name == name
+            found = driver.active.utils.get_device_properties(0)
+            assert found == sizes | {"max_shared_mem": shared, "multiprocessor_count": count}
+            assert driver.active.utils.load_binary == "load"
+            assert driver.active.launcher_cls == "launcher"
+    assert max_shared_mem(0) == 232448
+    max_shared_mem.cache_clear()

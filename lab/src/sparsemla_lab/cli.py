@@ -478,7 +478,9 @@ def bench(
     ] = None,
     peers: Annotated[
         Path | None,
-        typer.Option(help="Measure vLLM from this folder, which holds vllm/ of an unpacked wheel."),
+        typer.Option(
+            help="Measure packages in this folder of unpacked wheels: vllm/, sglang/, ..."
+        ),
     ] = None,
     device: Annotated[
         str | None,
@@ -506,6 +508,13 @@ def bench(
         str | None,
         typer.Option("--as", help="Run the code of an older GPU (sm_80, sm_89) on this one."),
     ] = None,
+    cases: Annotated[
+        str | None,
+        typer.Option("--set", help="A set of workloads: portable compares portable kernels."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes that compile all kernels first.")
+    ] = None,
 ) -> None:
     """Time every op beside the installed peers.
 
@@ -529,6 +538,8 @@ def bench(
             launches=launches,
             host_times=host_times,
             acting_as=acting_as,
+            cases=cases,
+            jobs=jobs,
         )
     except ValueError as error:
         fail(error)

@@ -18,6 +18,8 @@ def main() -> int:
     for name in ("json", "plot", "peers", "table", "launches", "host-times"):
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--as", dest="acting_as")
+    parser.add_argument("--set", dest="cases")
+    parser.add_argument("--jobs", type=int)
     parser.add_argument("--full", action="store_true")
     try:
         return bench(_write, **vars(parser.parse_args()))

@@ -14,9 +14,9 @@ import torch
 from sparsemla.validation import missing_gpu
 from sparsemla_lab.bench import cpu, host, report, timeline
 from sparsemla_lab.bench.ceilings import measure
+from sparsemla_lab.bench.compiling import acting, compile_first
 from sparsemla_lab.bench.peers import find_peers
-from sparsemla_lab.bench.peers.base import Peer
-from sparsemla_lab.bench.run import Outcome, Stamp, run_all, select_workloads, with_steps
+from sparsemla_lab.bench.run import Choice, Outcome, Stamp, run_all, select_workloads, with_steps
 from sparsemla_lab.bench.timing import Timer
 from sparsemla_lab.bench.training import crossing_lines
 from sparsemla_lab.bench.workloads import Workload
@@ -41,6 +41,8 @@ def bench(
     launches: Path | None = None,
     host_times: Path | None = None,
     acting_as: str | None = None,
+    cases: str | None = None,
+    jobs: int | None = None,
 ) -> int:
     """Measure, or with ``table`` only print the tables of a JSON file (and plot it).
 
@@ -63,7 +65,11 @@ def bench(
         host_times: a JSON file for the host's time of eager calls; nothing else is measured, and
             without a GPU the file is only read.
         acting_as: an older GPU, ``sm_80`` or ``sm_89``, whose code the GPU runs. Ratios between
-            rows say which code is better, no row says how long that GPU takes. There are no peers.
+            rows say which code is better, no row says how long that GPU takes. Peers are those that
+            Triton compiles; rows name the others.
+        cases: a set of workloads: ``portable`` has those that compare portable kernels.
+        jobs: number of processes that compile the kernels first; default, they are compiled as they
+            are needed. A first run spends most of its time in compilation.
 
     Returns:
         The exit code: 1 if a result was wrong, or one of this package is missing.
@@ -87,6 +93,9 @@ def bench(
         "table": table,
         "launches": launches,
         "host_times": host_times,
+        "as": acting_as,
+        "set": cases,
+        "jobs": jobs,
     }
     given = [name for name, value in options.items() if value is not None]
     _check_together(given, device, op)
@@ -103,12 +112,10 @@ def bench(
         return _host_times(write, host_times, commit, peers)
     if device == "cpu" or (device is None and not torch.cuda.is_available()):
         return _compare_on_cpu(write)
-    workloads = select_workloads(op, full, case)
-    if acting_as is None:
-        return _measure(write, workloads, json, plot, peers, commit)
-    if peers is not None:
-        raise ValueError(f"peers must be left out to act as {acting_as}: they are not its code")
-    return _measure(write, workloads, json, plot, None, commit, acting_as)
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1, got {jobs}")
+    chosen = op, full, case, cases
+    return _measure(write, chosen, json, plot, peers, commit, acting_as, jobs)
 
 
 def _check_together(given: list[str], device: str | None, op: str | None) -> None:
@@ -133,25 +140,24 @@ def _check_together(given: list[str], device: str | None, op: str | None) -> Non
 
 def _measure(
     write: Callable[[str], object],
-    workloads: list[Workload],
+    chosen: Choice,
     json: Path | None,
     plot: Path | None,
     peers: Path | None,
     commit: str | None,
-    acting_as: str | None = None,
+    acting_as: str | None,
+    jobs: int | None,
 ) -> int:
+    workloads = select_workloads(*chosen)
     device = torch.cuda.get_device_name() + (f" as {acting_as}" if acting_as else "")
     earlier = report.load(json) if json is not None and json.exists() else None
     if earlier is not None and earlier.device != device:
         raise ValueError(
             f"json must name a file of {device} or a new one; {json} has rows of {earlier.device}"
         )
-    competitors: list[Peer] = []
-    if acting_as is None:
-        competitors, missing = with_steps(*find_peers(peers))
-        for name, reason in missing.items():
-            write(f"without {name}: {reason}")
-    timer = Timer("cuda")
+    if jobs is not None:
+        compile_first(chosen, len(workloads), peers, acting_as, jobs)
+    timer = Timer("cuda")  # asks torch about the GPU itself
     stamp = Stamp.now(commit, peers)
     failed = False
     wrong: set[report.Timed] = set()
@@ -176,24 +182,18 @@ def _measure(
                     write(f"kept in {json}: {at}, of {row.date} at commit {row.commit}")
             report.save(json, report.merged(earlier, current, wrong) if earlier else current)
 
-    with _acting(acting_as):
+    with acting(acting_as):
+        competitors, missing = with_steps(*find_peers(peers))
+        for name, reason in missing.items():
+            write(f"without {name}: {reason}")
         current = report.Report(device, measure(timer, acting_as=acting_as), [])
         write(report.ceiling_line(current))
         write(" | ".join(report.HEADER))
-        run_all(workloads, competitors, timer, current.ceilings, stamp, done)
+        run_all(workloads, competitors, timer, current.ceilings, stamp, done, acting_as)
     for line in crossing_lines(current.rows):
         write(line)
     _plot(write, current, plot)
     return int(failed)
-
-
-def _acting(name: str | None) -> contextlib.AbstractContextManager[None]:
-    """The GPU as an older one, or as it is."""
-    if name is None:
-        return contextlib.nullcontext()
-    from sparsemla_lab.testing.emulate import acting_as  # needs Triton
-
-    return acting_as(name)
 
 
 def _launches(

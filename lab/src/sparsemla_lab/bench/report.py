@@ -40,7 +40,8 @@ class Row:
         percent_of_floor: ``100 * floor_us / ours_us``.
         peer, peer_us, peer_spread_us, peer_timed: the peer, timed in turn with this package.
         ratio: ``peer_us / ours_us``; above 1 this package is faster.
-        note: differences in the peer's work.
+        note: differences in the peer's work, and the peers that refused the workload, each with its
+            reason.
         commit, date, versions: properties of the run.
     """
 

@@ -19,11 +19,17 @@ from sparsemla_lab.bench.ceilings import Ceilings
 from sparsemla_lab.bench.compressed_step import CompressedStepOfPeers, compressed_step_workloads
 from sparsemla_lab.bench.peers import versions
 from sparsemla_lab.bench.peers.base import Peer, Unavailable
+from sparsemla_lab.bench.portable import portable_workloads
 from sparsemla_lab.bench.report import Row
 from sparsemla_lab.bench.step import StepOfPeers, step_workloads
 from sparsemla_lab.bench.timing import Prepared, Results, Timer, Timing
 from sparsemla_lab.bench.training import training_workloads
 from sparsemla_lab.bench.workloads import Inputs, Side, Workload, all_workloads, topk_table
+
+Choice = tuple[str | None, bool, str | None, str | None]
+"""The arguments of :func:`select_workloads`."""
+SETS: dict[str, Callable[[], list[Workload]]] = {"portable": portable_workloads}
+"""Sets of workloads by name."""
 
 
 @dataclass(frozen=True)
@@ -56,20 +62,31 @@ class Outcome:
     refusals: dict[str, str]
 
 
-def select_workloads(op: str | None, full: bool = False, case: str | None = None) -> list[Workload]:
+def select_workloads(
+    op: str | None, full: bool = False, case: str | None = None, cases: str | None = None
+) -> list[Workload]:
     """The workloads of one op or of all; with ``full``, every size of the steps and of top-k.
 
     Args:
         op: an op's name; None for all.
         full: every size.
         case: a regular expression that ``op, case`` must contain; None for all.
+        cases: a set of :data:`SETS` to choose from; None for the usual workloads.
 
     Raises:
-        ValueError: no workload measures this op, or none of its cases matches.
+        ValueError: no workload measures this op, or none of its cases matches; or there is no such
+            set, or it has no further sizes.
     """
-    steps = *step_workloads(full), *compressed_step_workloads(full)
-    more = *training_workloads(), *(topk_table() if full else [])
-    workloads = [*all_workloads(), *steps, *more]
+    if cases is None:
+        steps = *step_workloads(full), *compressed_step_workloads(full)
+        more = *training_workloads(), *(topk_table() if full else [])
+        workloads = [*all_workloads(), *steps, *more]
+    elif cases not in SETS:
+        raise ValueError(f"set must be one of {', '.join(SETS)}; got {cases!r}")
+    elif full:
+        raise ValueError(f"full must not be given with the set {cases}: it has one size")
+    else:
+        workloads = SETS[cases]()
     if op is not None:
         chosen = [workload for workload in workloads if workload.op == op]
         if not chosen:
@@ -106,20 +123,27 @@ def run_all(
     ceilings: Ceilings,
     stamp: Stamp,
     done: Callable[[Workload, Outcome], None],
+    acting_as: str | None = None,
 ) -> None:
     """Measure one workload after the other; ``done`` gets each outcome as soon as it exists."""
     for workload in workloads:
-        done(workload, run_one(workload, peers, timer, ceilings, stamp))
+        done(workload, run_one(workload, peers, timer, ceilings, stamp, acting_as))
         if timer.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
 def run_one(
-    workload: Workload, peers: Sequence[Peer], timer: Timer, ceilings: Ceilings, stamp: Stamp
+    workload: Workload,
+    peers: Sequence[Peer],
+    timer: Timer,
+    ceilings: Ceilings,
+    stamp: Stamp,
+    acting_as: str | None = None,
 ) -> Outcome:
     """Build, check and time one workload.
 
-    A side with a wrong result gets no time. If this package is wrong, no side gets a time.
+    A side with a wrong result gets no time. If this package is wrong, no side gets a time. Rows
+    name the peers that refused, and why.
     """
     failures: dict[str, str] = {}
     refusals: dict[str, str] = {}
@@ -129,7 +153,7 @@ def run_one(
         prepared = [(ours, _gate(ours, timer))]
     except Exception as error:  # the benchmark goes on, and its exit code reports the failure
         return Outcome([], {"sparsemla": _describe(error)}, {})
-    for side in _sides(workload, inputs, peers, refusals):
+    for side in sides_of(workload, inputs, peers, refusals, acting_as):
         try:
             prepared.append((side, _gate(side, timer)))
         except AssertionError as error:
@@ -143,21 +167,33 @@ def run_one(
         (side, timing) for (side, _), timing in zip(prepared[1:], timings[1:], strict=True)
     ]
     mine = ours, timings[0]
-    rows = [_row(workload, mine, other, work, stamp) for other in others or [None]]
+    refused: dict[str, list[str]] = {}
+    for name, reason in refusals.items():
+        refused.setdefault(reason, []).append(name)
+    without = [f"without {', '.join(names)}: {reason}" for reason, names in refused.items()]
+    rows = [_row(workload, mine, other, work, without, stamp) for other in others or [None]]
     return Outcome(rows, failures, refusals)
 
 
-def _sides(
-    workload: Workload, inputs: Inputs, peers: Sequence[Peer], refusals: dict[str, str]
+def sides_of(
+    workload: Workload,
+    inputs: Inputs,
+    peers: Sequence[Peer],
+    refusals: dict[str, str],
+    acting_as: str | None,
 ) -> list[Side]:
-    """The kernels of the peers that take the workload."""
+    """The kernels of the peers that take the workload; ``refusals`` gets those that cannot run."""
     sides: list[Side] = []
     for peer in peers:
-        if peer.supports(workload) is None:
-            try:
-                sides += peer.prepare(workload, inputs)
-            except Exception as error:
-                refusals[peer.name] = _describe(error)
+        if peer.supports(workload) is not None:
+            continue
+        if acting_as is not None and not peer.portable:
+            refusals[peer.name] = f"not all kernels are compiled for {acting_as}"
+            continue
+        try:
+            sides += peer.prepare(workload, inputs)
+        except Exception as error:
+            refusals[peer.name] = _describe(error)
     return sides
 
 
@@ -191,6 +227,7 @@ def _row(
     mine: tuple[Side, Timing],
     other: tuple[Side, Timing] | None,
     work: tuple[float, int, float],
+    without: list[str],
     stamp: Stamp,
 ) -> Row:
     flop, num_bytes, floor_us = work
@@ -213,7 +250,7 @@ def _row(
         peer_spread_us=None if theirs is None else (theirs.low_us, theirs.high_us),
         peer_timed=None if theirs is None else theirs.how,
         ratio=None if theirs is None else theirs.us / ours.us,
-        note="; ".join(filter(None, (our_side.note, "" if side is None else side.note))),
+        note="; ".join(filter(None, (our_side.note, side.note if side else "", *without))),
         commit=stamp.commit,
         date=stamp.date,
         versions=stamp.versions,
@@ -221,9 +258,16 @@ def _row(
 
 
 def _describe(error: Exception) -> str:
-    """The first line of an error, with its origin unless the gate raised it."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, AssertionError):
+    """The first line of an error, with its origin unless the gate or a peer itself raised it.
+
+    An error of Triton's compiler begins with lines of the kernel; its cause, or its
+    ``error_message``, says what is wrong.
+    """
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    message = getattr(error, "error_message", None) or str(error)
+    text = (message.strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, (AssertionError, Unavailable)):
         return text
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {text} ({Path(frame.filename).name}:{frame.lineno})"

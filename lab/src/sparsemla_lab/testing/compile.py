@@ -181,6 +181,7 @@ def believe(target: Target, stand_in: object) -> Iterator[None]:
         stand_in: replaces Triton's active driver.
     """
     properties = SimpleNamespace(
+        name=target.name,
         multi_processor_count=target.multiprocessors,
         shared_memory_per_block_optin=target.max_shared,
         major=target.capability[0],

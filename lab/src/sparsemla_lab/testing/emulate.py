@@ -10,15 +10,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler.compiler import max_shared_mem
 from triton.runtime import driver
 
 from sparsemla_lab.testing.compile import TARGETS, Target, believe
+
+if TYPE_CHECKING:
+    from triton.backends.nvidia.driver import CudaDriver, CudaUtils
 
 
 def older_target(name: str) -> Target:
@@ -39,8 +44,9 @@ def acting_as(name: str) -> Iterator[None]:
     """Make the current GPU act as an older one inside the block.
 
     Dispatch, launchers and Triton see the older GPU's capability, shared memory and target, and
-    Triton uses a separate cache folder. The process must not have launched a kernel before, since
-    Triton caches kernels per device.
+    Triton uses a separate cache folder. A kernel that needs more shared memory than the older GPU
+    has is refused as there. The process must not have launched a kernel before, since Triton caches
+    kernels per device.
 
     Args:
         name: ``sm_80`` or ``sm_89``.
@@ -61,18 +67,41 @@ def acting_as(name: str) -> Iterator[None]:
         knobs.cache.scope(),
     ):
         knobs.cache.dir = os.path.join(knobs.cache.dir, f"acting_as_{name}")
-        yield
+        max_shared_mem.cache_clear()
+        try:
+            yield
+        finally:
+            max_shared_mem.cache_clear()
 
 
 class _ActingDriver:
     """The current GPU's Triton driver, with another target."""
 
-    def __init__(self, target: Target, driver: object) -> None:
+    def __init__(self, target: Target, driver: CudaDriver) -> None:
         self._target = target
         self._driver = driver
+        self.utils = _ActingUtils(target, driver.utils)
 
     def get_current_target(self) -> GPUTarget:
         return self._target.gpu
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._driver, name)
+
+
+class _ActingUtils:
+    """What Triton asks the driver about the GPU, with the other target's size."""
+
+    def __init__(self, target: Target, utils: CudaUtils) -> None:
+        self._target = target
+        self._utils = utils
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        sizes = {
+            "max_shared_mem": self._target.max_shared,
+            "multiprocessor_count": self._target.multiprocessors,
+        }
+        return self._utils.get_device_properties(device) | sizes
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._utils, name)

@@ -1,11 +1,11 @@
 """Other implementations, if installed, on the inputs of a workload.
 
-Peers are searched in this order: in a directory with ``vllm/``, ``sgl_flash_mla/`` and ``sglang/``
-of unpacked wheels (the extension modules load without their packages' dependencies) and with
-``libq8kv8.so``, SGLang's FP8 prefill as a compiled library; among the files of installed packages;
-as the packages ``flash_mla`` and ``deep_gemm``. vLLM's Python kernels of DeepSeek-V4 are loaded
-without importing vLLM. TileLang ships kernels as examples only; three files of its
-``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py``, ``sparse_mla_bwd.py`` and
+Peers are searched in this order: in a directory with ``vllm/``, ``sgl_flash_mla/``, ``sglang/`` and
+``attn_gym/`` of unpacked wheels (the extension modules load without their packages' dependencies)
+and with ``libq8kv8.so``, SGLang's FP8 prefill as a compiled library; among the files of installed
+packages; as the packages ``flash_mla`` and ``deep_gemm``. Kernels in Python of vLLM, SGLang and
+attention-gym are loaded without importing these. TileLang ships kernels as examples only; three
+files of its ``examples/deepseek_v32``, ``sparse_mla_fwd_pipelined.py``, ``sparse_mla_bwd.py`` and
 ``topk_selector.py``, are loaded from ``DIR/deepseek_v32``.
 """
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from sparsemla_lab.bench.peers.attn_gym import AttentionGym
 from sparsemla_lab.bench.peers.base import Peer
 from sparsemla_lab.bench.peers.cudnn import CuDNN
 from sparsemla_lab.bench.peers.deep_gemm import DeepGEMM
@@ -26,9 +27,11 @@ from sparsemla_lab.bench.peers.flash_attn import FlashAttention3
 from sparsemla_lab.bench.peers.flash_mla import FlashMLA
 from sparsemla_lab.bench.peers.own import Sparsemla, Torch
 from sparsemla_lab.bench.peers.sglang import SGLangQ8KV8, SGLangTriton, SglFlashMLA
+from sparsemla_lab.bench.peers.sglang_triton import SGLangSparseMLA, SGLangTritonV4
 from sparsemla_lab.bench.peers.tilelang import TileLang
 from sparsemla_lab.bench.peers.vllm import VLLM
 from sparsemla_lab.bench.peers.vllm_python import VLLMPython
+from sparsemla_lab.bench.peers.vllm_triton import VLLMTriton
 
 PEERS = (
     FlashMLA,
@@ -36,10 +39,14 @@ PEERS = (
     FA3,
     FlashAttention3,
     SGLangTriton,
+    SGLangSparseMLA,
+    SGLangTritonV4,
     SGLangQ8KV8,
     DeepGEMM,
     VLLM,
     VLLMPython,
+    VLLMTriton,
+    AttentionGym,
     TileLang,
     CuDNN,
 )
@@ -53,7 +60,7 @@ def find_peers(directory: Path | None = None) -> tuple[list[Peer], dict[str, str
     """
     directories = [] if directory is None else [directory.resolve()]
     # Extensions load without their packages; imports of these take long and change global state.
-    for name in ("vllm", "sgl_flash_mla", "sglang"):
+    for name in ("vllm", "sgl_flash_mla", "sglang", "attn_gym"):
         package = importlib.util.find_spec(name)
         if package is not None and package.submodule_search_locations:
             directories.append(Path(package.submodule_search_locations[0]).parent)
@@ -81,6 +88,7 @@ def versions(directory: Path | None = None) -> dict[str, str]:
         "tilelang",
         "sgl_flash_mla",
         "sglang",
+        "attn_gym",
         "nvidia_cudnn_frontend",
     ):
         path = sys.path if directory is None else [str(directory), *sys.path]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import sys
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -23,6 +25,8 @@ class Peer(ABC):
     """Another implementation on one machine."""
 
     name: ClassVar[str]
+    portable: ClassVar[bool] = False
+    """Whether Triton compiles its kernels for the GPU at hand, or the one that this acts as."""
 
     @abstractmethod
     def supports(self, workload: Workload) -> str | None:
@@ -84,3 +88,36 @@ def module_from(path: Path) -> types.ModuleType:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def stand_ins(package: str, contents: Mapping[str, Mapping[str, object]]) -> Iterator[None]:
+    """Let files be imported as modules of a package that never runs.
+
+    Args:
+        package: name of the package; if it is imported, it comes back afterwards.
+        contents: attributes of the modules that stand in, by name. A ``__path__`` lets the files of
+            a folder be imported.
+    """
+
+    def is_part(name: str) -> bool:
+        return name.split(".")[0] == package
+
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if is_part(name)}
+    parts = dict(contents)
+    for name in contents:
+        for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
+            parts.setdefault(parent, {})
+    for name, attributes in sorted(parts.items()):  # packages before their parts
+        module = types.ModuleType(name)
+        module.__dict__.update(attributes)
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if is_part(name)]:
+            del sys.modules[name]
+        sys.modules.update(hidden)

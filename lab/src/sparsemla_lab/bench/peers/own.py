@@ -92,6 +92,7 @@ class Sparsemla(Peer):
     """This package's alternative for the same result, which a user may choose."""
 
     name = "sparsemla"
+    portable = True
 
     def supports(self, workload: Workload) -> str | None:
         two = CachedPrefill, WindowedPrefill, SharedBackward, SharedPrefill, PermittedPrefill

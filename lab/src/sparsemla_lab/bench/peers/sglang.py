@@ -80,6 +80,7 @@ class SGLangTriton(Peer):
     """Its Triton prefill: a program takes one token, or the union of 2 or 4 tokens' selections."""
 
     name = "SGLang Triton"
+    portable = True
     FILE: ClassVar[str] = "triton_sparse_mla_prefill.py"
     ROWS: ClassVar[range] = range(16, 33)
     """Rows of a tile over a union: heads times tokens."""
@@ -94,6 +95,8 @@ class SGLangTriton(Peer):
     def supports(self, workload: Workload) -> str | None:
         if not isinstance(workload, SparsePrefill):
             return "has no such op"
+        if workload.head_dim != 576:
+            return "takes rows of 512 and 64 dims"
         return None if workload.heads <= 32 else "is for up to 32 heads"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:

@@ -10,11 +10,9 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import itertools
-import sys
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -26,7 +24,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat
 from sparsemla.weights import HeadWeight
 from sparsemla_lab.bench.peers import deep_gemm
-from sparsemla_lab.bench.peers.base import Peer, Unavailable, installed
+from sparsemla_lab.bench.peers.base import Peer, Unavailable, installed, stand_ins
 from sparsemla_lab.bench.peers.vllm import CACHE_ROWS, empty_like
 from sparsemla_lab.bench.timing import Results
 from sparsemla_lab.bench.workloads import Inputs, PoolWindows, ProjectGroups, Side, Workload
@@ -59,7 +57,7 @@ class VLLMPython(Peer):
                 break
         else:
             raise Unavailable(f"vllm/{self.OPS.replace('.', '/')} is not there")
-        with stand_ins(self.root):
+        with vllm_parts(self.root):
             compress = _module(f"{self.OPS}.fused_compress_quant_cache")
             self.save = _module(f"{self.OPS}.save_partial_states")._SAVE_PARTIAL_STATES_KERNEL
             self.rotate = _module(f"{self.OPS}.fused_inv_rope_fp8_quant")
@@ -96,7 +94,7 @@ class VLLMPython(Peer):
 
         Imported once, because each import compiles its kernels again.
         """
-        with stand_ins(self.root):
+        with vllm_parts(self.root):
             ops = _module("models.deepseek_v4.nvidia.ops.sparse_attn_compress_cutedsl")
         compressor: Callable[..., None] = ops._SPARSE_ATTN_COMPRESSOR_CUTEDSL_KERNEL
         return compressor
@@ -263,58 +261,42 @@ def _module(name: str) -> types.ModuleType:
     return importlib.import_module(f"vllm.{name}")
 
 
-@contextmanager
-def stand_ins(root: Path) -> Iterator[None]:
+def vllm_parts(root: Path) -> AbstractContextManager[None]:
     """Let files below ``root`` be imported as parts of a package ``vllm`` that never runs."""
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_part(name)}
     parts: dict[str, dict[str, object]] = {"vllm": {"__path__": [str(root)]}}
     for folder in FOLDERS:
         names = folder.split(".")
         for depth in range(1, len(names) + 1):
             path = root.joinpath(*names[:depth])
             parts[".".join(["vllm", *names[:depth]])] = {"__path__": [str(path)]}
-    triton = installed("triton")
-    platform = SimpleNamespace(
-        is_rocm=lambda: False,
-        is_cuda=lambda: True,
-        is_xpu=lambda: False,
-        is_cpu=lambda: False,
-        fp8_dtype=lambda: torch.float8_e4m3fn,
-        is_arch_support_pdl=_is_hopper,
-    )
     parts["vllm.envs"] = {}
-    parts["vllm.platforms"] = {"current_platform": platform}
-    parts["vllm.triton_utils"] = {
-        "HAS_TRITON": True,
-        "tl": importlib.import_module("triton.language"),
-        "triton": triton,
-    }
+    parts["vllm.platforms"] = {"current_platform": PLATFORM}
+    parts["vllm.triton_utils"] = triton_utils()
     parts["vllm.utils.deep_gemm"] = {"mqa_logits_use_mx_scales": lambda: False}
     parts["vllm.utils.import_utils"] = {"has_cutedsl": lambda: False}
     parts["vllm.utils.torch_utils"] = {"direct_register_custom_op": lambda **_: None}
     parts["vllm.model_executor.layers.quantization.utils.quant_utils"] = {"get_fp8_min_max": None}
     parts["vllm.transformers_utils.deepseek_v4_utils"] = {"get_compress_ratios": None}
-    for name in list(parts):
-        for parent in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
-            parts.setdefault(parent, {})
-    for name, contents in sorted(parts.items()):  # packages before their parts
-        module = types.ModuleType(name)
-        module.__dict__.update(contents)
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if _is_part(name)]:
-            del sys.modules[name]
-        sys.modules.update(hidden)
+    return stand_ins("vllm", parts)
+
+
+def triton_utils() -> dict[str, object]:
+    """The contents of ``vllm.triton_utils``."""
+    triton = installed("triton")
+    language = importlib.import_module("triton.language")
+    return {"HAS_TRITON": True, "tl": language, "triton": triton}
 
 
 def _is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
-def _is_part(name: str) -> bool:
-    return name.split(".")[0] == "vllm"
+PLATFORM = SimpleNamespace(
+    is_rocm=lambda: False,
+    is_cuda=lambda: True,
+    is_xpu=lambda: False,
+    is_cpu=lambda: False,
+    fp8_dtype=lambda: torch.float8_e4m3fn,
+    is_arch_support_pdl=_is_hopper,
+)
+"""Stands in for ``vllm.platforms.current_platform``."""
