@@ -1140,8 +1140,8 @@ AMPERE_MUTANTS = (
     ampere(
         "O is not rescaled",
         AMPERE_ATTENTION,
-        "acc = acc * of_rows(alpha, MMA)",
-        "acc = acc * of_rows(alpha * 0 + 1, MMA)",
+        "acc = acc * alpha_shared.load(O_ROW)[None, :, None]",
+        "acc = acc * (alpha_shared.load(O_ROW) * 0 + 1)[None, :, None]",
         "sparse_decode",
     ),
     ampere(
@@ -1152,10 +1152,10 @@ AMPERE_MUTANTS = (
         "sparse_decode",
     ),
     ampere(
-        "S of one warp of a pair",
+        "S without its last slice",
         AMPERE_ATTENTION,
-        "return s_shared.index(0).load(S) + s_shared.index(1).load(S)",
-        "return s_shared.index(0).load(S)",
+        "for part in gl.static_range(1, SLICES):",
+        "for part in gl.static_range(1, SLICES - 1):",
         "sparse_decode",
     ),
     ampere(
@@ -1168,15 +1168,15 @@ AMPERE_MUTANTS = (
     ampere(
         "a tile is read before it has arrived",
         AMPERE_ATTENTION,
-        "    async_copy.wait_group(0)\n    copy_bf16(",
-        "    copy_bf16(",
+        "    async_copy.wait_group(0)\n    copy_ahead(",
+        "    copy_ahead(",
         "sparse_decode",
     ),
     ampere(
         "slots of nothing take part",
         AMPERE_ATTENTION,
-        '    s = gl.where(seen, s, float("-inf"))\n',
-        "",
+        'gl.where(seen, sum_slices(s_shared, S) * scale_log2, float("-inf"))',
+        "sum_slices(s_shared, S) * scale_log2",
         "sparse_decode",
     ),
     ampere(
@@ -1189,8 +1189,8 @@ AMPERE_MUTANTS = (
     ampere(
         "bfloat16 dims of values one block too early",
         AMPERE_ATTENTION,
-        "slice(192, 64, dim=1)",
-        "slice(128, 64, dim=1)",
+        "last.slice(512 // SLICES - 64, 64, dim=1)",
+        "last.slice(512 // SLICES - 128, 64, dim=1)",
         "sparse_decode",
     ),
     ampere(
@@ -1223,7 +1223,7 @@ AMPERE_MUTANTS = (
     ),
     ampere(
         "all rows of a tile are of its first token",
-        AMPERE_ATTENTION,
+        "attention/rows.py",
         "token = (row // shape.num_heads).to(gl.int64)",
         "token = (row * 0).to(gl.int64)",
         "dense_decode",

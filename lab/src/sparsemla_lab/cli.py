@@ -479,7 +479,7 @@ def bench(
     peers: Annotated[
         Path | None,
         typer.Option(
-            help="Measure packages in this folder of unpacked wheels: vllm/, sglang/, ..."
+            help="Measure what this folder of unpacked wheels holds: vllm/, sglang/."
         ),
     ] = None,
     device: Annotated[
