@@ -170,7 +170,8 @@ def find_end(stream, request, token, num_splits, LIST: gl.constexpr, PAGED: gl.c
     entries = stream.keys + request * stream.keys_request + token * stream.keys_token
     end = stream.num_keys
     if stream.lengths is not None:
-        end = gl.minimum(load_length(stream, request, token), end).to(gl.int32)
+        length = gl.maximum(load_length(stream, request, token), 0)
+        end = gl.minimum(length, end).to(gl.int32)
     if not PAGED and num_splits == 1:  # splits have few tiles, whose keys a look may find invalid
         used = 0
         for start in range(0, end, 2048):
@@ -741,7 +742,10 @@ def _attend(
         to = results.max_logits + request * results.max_logits_request + head
         gl.store(to, highest, mask=real)
     if results.attn_sink is not None:
-        sink = gl.load(results.attn_sink + head, mask=real, other=0.0)
+        sinks = results.attn_sink
+        if results.sink_token is not None:
+            sinks += token * results.sink_token
+        sink = gl.load(sinks + head, mask=real, other=0.0)
         l += gl.exp2(sink * LOG2E - m)
     acc = acc / of_rows(gl.where(empty, 1.0, l), MMA)
     acc = gl.where(of_rows(empty, MMA), 0.0, acc)
