@@ -1180,6 +1180,20 @@ AMPERE_MUTANTS = (
         "sparse_decode",
     ),
     ampere(
+        "all tiles of heads have the first one's sinks",
+        AMPERE_ATTENTION,
+        "sinks += token * results.sink_token",
+        "sinks += token * 0",
+        "sparse_decode",
+    ),
+    ampere(
+        "a negative length counts",
+        AMPERE_ATTENTION,
+        "gl.maximum(load_length(stream, request, token), 0)",
+        "load_length(stream, request, token)",
+        "sparse_decode",
+    ),
+    ampere(
         "the last valid slot of a list is dropped",
         AMPERE_ATTENTION,
         "gl.where(valid, at + 1, 0)",

@@ -90,7 +90,7 @@ TABLE = (
         "sm_90",
         ("H100",),
         _from_3_6(Proof.RUN),
-        "`sparsemla verify`: 752 of 752 cases on Triton 3.6. It gets the H200's code.",
+        "`sparsemla verify`: 871 of 871 cases on Triton 3.6. It gets the H200's code.",
     ),
     Support("sm_80", ("A100",), _from_3_6(Proof.RUN_ON_H200), _AS.format("sm_80")),
     Support("sm_89", ("L40S", "RTX 4090"), _from_3_6(Proof.RUN_ON_H200), _AS.format("sm_89")),

@@ -1673,7 +1673,7 @@ def _decode_in_splits() -> list[Case]:
             Case(f"{splits} splits, requests without valid slots", build(_empty_requests, splits))
             for splits in (1, 4)
         ),
-        Case("3 splits, negative lengths", build(_negative_lengths, 2, num_splits=3)),
+        Case("3 splits, negative lengths", build(_negative_lengths, 2, num_splits=3), quick=True),
     ]
 
 
