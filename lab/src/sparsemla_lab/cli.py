@@ -478,9 +478,7 @@ def bench(
     ] = None,
     peers: Annotated[
         Path | None,
-        typer.Option(
-            help="Measure what this folder of unpacked wheels holds: vllm/, sglang/."
-        ),
+        typer.Option(help="Measure what this folder of unpacked wheels holds: vllm/, sglang/."),
     ] = None,
     device: Annotated[
         str | None,
