@@ -197,7 +197,8 @@ def copy_keys(keys, page, n, num_keys, tile, scale_tile, T: gl.constexpr):
 @triton.constexpr_function
 def of_tokens(tiling):
     """The tiling whose groups are single tokens."""
-    return tiling._replace(tokens=1)
+    fields = {name: getattr(tiling, name) for name in Tiling._fields}  # Triton 3.9 has a tuple here
+    return Tiling(**fields | {"tokens": 1})
 
 
 @gluon.jit
