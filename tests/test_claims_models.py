@@ -574,7 +574,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         "docs/vllm.md",
-        "`fp8_ds_mla` ({} bytes a token) or `auto`, `bfloat16` ({} bytes).",
+        "`fp8_ds_mla` ({} bytes a token; `fp8` means the same) or `auto`, `bfloat16` ({} bytes).",
         bytes_of(FP8_DS_MLA, BF16_576),
     ),
     (

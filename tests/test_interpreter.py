@@ -654,6 +654,14 @@ PORTABLE = (  # the kernels for Hopper refuse their weights, or so few index hea
             "one group of DeepSeek-V4, 9 tokens, bf16",
         )
     ),
+    *(
+        ("project_heads", f"{case}, 512 x 128, {kind}")
+        for case, kind in (
+            ("12 tokens of 2 heads", "128x128"),
+            ("40 tokens of 2 heads", "128x128"),
+            ("40 tokens of 2 heads", "bf16"),
+        )
+    ),
     ("selected_scores", "8 heads"),
     ("selected_scores_backward", "8 heads"),
     ("dense_index_loss", "ragged"),

@@ -511,7 +511,8 @@ def bench(
         typer.Option("--set", help="A set of workloads: portable compares portable kernels."),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Processes that compile all kernels first.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Processes that compile all kernels first."),
     ] = None,
 ) -> None:
     """Time every op beside the installed peers.

@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITCallable
 
 from sparsemla import dispatch
-from sparsemla.kernels import indexer
+from sparsemla.kernels import indexer, projection
 from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.common.device import GPUS
 from sparsemla.kernels.common.table import TIERS
@@ -99,7 +99,7 @@ def acting_as(gpu: str, seed: int = 0, multiprocessors: int = OF_H200) -> Iterat
     with ExitStack() as stack:
         stack.enter_context(interpreting(seed))
         # Launchers themselves see the interpreter.
-        for module in (dispatch, schedule, indexer):
+        for module in (dispatch, schedule, indexer, projection):
             stack.enter_context(mock.patch.object(module, "describe", return_value=seen))
         for module in (candidates, registers, topk_schedule):
             stack.enter_context(
