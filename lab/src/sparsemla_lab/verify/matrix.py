@@ -1555,6 +1555,19 @@ def _sparse_decode() -> list[Case]:
                 (BF16_576, 128, None),
             )
         ),
+        Case(
+            "tiles of heads",
+            build(
+                make,
+                format=FP8_DS_MLA,
+                batch=1,
+                num_heads=64,
+                seq_len=60,
+                topk=40,
+                with_sink=True,
+            ),
+            quick=True,
+        ),
         *(
             Case(f"negative lengths, {heads} heads", build(_negative_lengths, heads))
             for heads in (16, 64)
