@@ -5,13 +5,13 @@ import json
 import runpy
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import test_bench
 from sparsemla import BF16_576
 from sparsemla_lab.bench import command, compiling, peers, portable, report, run, timing, workloads
 from sparsemla_lab.bench.__main__ import main
@@ -291,29 +291,9 @@ def test_sets_that_do_not_exist_or_have_one_size_are_refused(capsys, monkeypatch
 
 def row(workload, **changes):
     """A row of a workload, whose peer takes twice the time."""
-    first = report.Row(
-        op=workload.op,
-        case=workload.case,
-        selection=workload.label,
-        shape=workload.shape,
-        ours_us=10.0,
-        ours_spread_us=(9.5, 11.0),
-        ours_timed="graph",
-        tflops=1.0,
-        gbps=3.0,
-        floor_us=2.5,
-        percent_of_floor=25.0,
-        peer="theirs",
-        peer_us=20.0,
-        peer_spread_us=(19.0, 21.0),
-        peer_timed="graph",
-        ratio=2.0,
-        note="",
-        commit=STAMP.commit,
-        date=STAMP.date,
-        versions=STAMP.versions,
-    )
-    return replace(first, **changes)
+    named = {"op": workload.op, "case": workload.case, "selection": workload.label}
+    named |= {"shape": workload.shape, "peer": "theirs", "peer_timed": "graph"}
+    return test_bench.row(**named | changes)
 
 
 def test_the_table_of_the_set_has_the_fastest_peer_of_the_newest_run(tmp_path, monkeypatch):

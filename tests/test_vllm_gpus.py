@@ -45,6 +45,7 @@ with warnings.catch_warnings():
     from sparsemla.backends import vllm as plugins
     from sparsemla.backends.vllm import attention, deepseek_v4, indexer, nvidia, settings  # noqa: F401
 
+from test_vllm_settings import V4, V32
 from vllm_engine import MODES, engine_arguments
 
 pytestmark = [
@@ -58,51 +59,11 @@ UNSERVED = [(8, 0), (8, 6), (8, 9)]
 SERVED = [(9, 0), (10, 0), (12, 0)]
 V4_BACKENDS = ["sparse_mla.py", "nvidia/flashinfer_sparse.py"]
 
-V32 = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "hidden_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 256,
-    "q_lora_rank": 128,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "index_topk": 128,
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-    "max_position_embeddings": 4096,
-    "num_nextn_predict_layers": 1,
-    "torch_dtype": "bfloat16",
-}
+DRAFTS = {"num_nextn_predict_layers": 1, "max_position_embeddings": 4096}
 CONFIGS = {
-    "v32": V32,
-    "glm5": V32 | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"},
-    "v4": {
-        "architectures": ["DeepseekV4ForCausalLM"],
-        "model_type": "deepseek_v4",
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "compress_ratios": [0, 4, 128],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": 64,
-        "o_groups": 2,
-        "o_lora_rank": 32,
-        "index_n_heads": 16,
-        "index_head_dim": 128,
-        "index_topk": 8,
-        "sliding_window": 128,
-        "vocab_size": 256,
-        "max_position_embeddings": 4096,
-        "num_nextn_predict_layers": 1,
-        "torch_dtype": "bfloat16",
-    },
+    "v32": V32 | DRAFTS,
+    "glm5": V32 | DRAFTS | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"},
+    "v4": V4 | DRAFTS,
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

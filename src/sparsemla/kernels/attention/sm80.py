@@ -1,12 +1,12 @@
 """Attention with Ampere's instructions, for any NVIDIA GPU from sm_80 on: mma.sync and cp.async.
 
 A CTA attends to one split of the keys of ``BLOCK_M`` query rows that share them, so a tile of keys
-serves all its rows, and FP8 rows are dequantised once. What limits it is shared memory, which
-moves 128 bytes a cycle: of each tile of keys, every warp reads its slice of the dims for its rows.
-With ``SLICES`` slices of the dims, a warp has ``SLICES`` times 16 rows of a CTA with as many
-warps as there are tiles of 16 rows times two, and the tile is read less often. The QK MMA adds up
-the slice's dims; the sums are exchanged through shared memory, one warp takes the softmax of a
-row, and P returns through shared memory to the PV MMA, in which a warp has the same slice of O.
+serves all its rows, and FP8 rows are dequantised once. Shared memory, 128 bytes a cycle, is the
+bottleneck: every warp reads the tile's dims for its rows. Therefore the dims are cut into
+``SLICES``, and a warp has one slice for more rows: of eight warps and 64 rows, a warp has 32 rows
+and a quarter of the dims, so each byte of a tile is read twice. QK MMAs add up the dims of a slice.
+The sums are exchanged through shared memory, and one warp takes the softmax of a row. P returns
+through shared memory to the PV MMAs, which add to the same slice of O.
 
 Two tiles of ``BLOCK_N`` keys alternate; the loop is unrolled by two, since Triton orders accesses
 of one allocation by barriers, whatever its index is. bfloat16 dims arrive by cp.async. e4m3 codes
@@ -22,10 +22,8 @@ Triton places the barriers of the CTA: one after the copies of a tile have arriv
 is read, one before P is read.
 
 Shared memory for 64 rows of 576 dims and 32 keys, KiB: tiles 72, Q 72, S 32, P in the place of the
-tile's RoPE dims; ``QUERY_PARTS`` quarters of Q stay in registers. GPUs with 99 KiB get tiles of 16
-keys. Measured as sm_80 on an H100 for 128 tokens of 128 heads: four slices take 318 us over
-bfloat16 rows and 557 over FP8 rows, whose codes leave no registers for them; two take 362 and 435,
-and pairs of warps that keep P in registers 372 and 477.
+tile's RoPE dims; the first ``PARTS`` quarters of Q stay in registers. GPUs with 99 KiB get tiles of
+16 keys. FP8 rows have two slices, since codes that wait in registers leave no room for S of four.
 """
 
 from __future__ import annotations
@@ -95,12 +93,13 @@ class Tile(NamedTuple):
     """Sizes that a kernel is compiled for."""
 
     block_m: int
-    """Query rows of a CTA, 16 for each pair of warps."""
+    """Query rows of a CTA: a multiple of 16 for each warp of a slice."""
     block_n: int
     """Keys of a tile."""
     slices: int
     """Slices of the dims, each of other warps."""
     num_warps: int
+    """Warps of a CTA, a multiple of ``slices``."""
     query_parts: int
     """Quarters of the queries that stay in registers."""
 
@@ -172,7 +171,7 @@ def find_end(stream, request, token, num_splits, LIST: gl.constexpr, PAGED: gl.c
     if stream.lengths is not None:
         length = gl.maximum(load_length(stream, request, token), 0)
         end = gl.minimum(length, end).to(gl.int32)
-    if not PAGED and num_splits == 1:  # splits have few tiles, whose keys a look may find invalid
+    if not PAGED and num_splits == 1:  # the search takes longer than the few tiles of a split
         used = 0
         for start in range(0, end, 2048):
             at = start + gl.arange(0, 2048, LIST)
@@ -347,7 +346,7 @@ def load_ahead(
         if L.fp8_dim < 512:
             KEYS: gl.constexpr = gl.SliceLayout(1, LAST)
             ahead = ahead + (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, KEYS),)
-    if L.head_dim > 512 and (L.fp8_dim > 0 or ROPE != COPY):
+    if L.head_dim > 512 and ROPE != COPY:
         ROPE_KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, ROPE))
         ahead = ahead + (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, ROPE_KEYS),)
     return ahead
@@ -593,17 +592,13 @@ def step(
     alpha = gl.exp2(m - new_m)
     p = gl.exp2(s - new_m[:, None])
     l = l * alpha + gl.sum(p, 1)
-    if L.head_dim > 512 and BLOCK_M == 64:  # QK has read the tile's RoPE dims: P takes their place
-        P_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_N, BLOCK_N // 8, [1, 0])
-        p_shared = reinterpret(rope, gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
     p_shared.store(p.to(gl.bfloat16))
     alpha_shared.store(alpha)
     O_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
     acc = acc * alpha_shared.load(O_ROW)[None, :, None]
     P: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     p = p_shared.load(gl.SliceLayout(0, P))[None, :, :]
-    both = gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.bfloat16, P)
-    p, both = gl.broadcast(p, both)
+    p, _ = gl.broadcast(p, gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.bfloat16, P))
     acc = mma_v2(p, kv.load(gl.DotOperandLayout(1, MMA, 2)), acc)
     return (acc, new_m, l), ahead
 
@@ -706,9 +701,12 @@ def _attend(
     S_PART: gl.constexpr = gl.SwizzledSharedLayout(8, 32 // BLOCK_N, BLOCK_N // 8, [1, 0])
     s_shared = gl.allocate_shared_memory(gl.float32, [SLICES, BLOCK_M, BLOCK_N], S_PART)
     P_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_N, BLOCK_N // 8, [1, 0])
-    p_shared = s_shared
-    if L.head_dim == 512 or BLOCK_M < 64:
-        p_shared = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
+    if L.head_dim > 512 and BLOCK_M == 64:  # P is stored when QK has read the tile's RoPE dims
+        p0 = reinterpret(rope0, gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
+        p1 = reinterpret(rope1, gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
+    else:
+        p0 = gl.allocate_shared_memory(gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
+        p1 = p0
     alpha_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], ALPHA)
 
     ahead = load_ahead(keys, extra, 0, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
@@ -722,11 +720,11 @@ def _attend(
     state = (acc, m, l)
     for tile in range(0, total, 2):
         state, ahead = step(
-            tile, kv0, rope0, kv1, rope1, s_shared, p_shared, alpha_shared, q, q_rope, state,
+            tile, kv0, rope0, kv1, rope1, s_shared, p0, alpha_shared, q, q_rope, state,
             ahead, keys, extra, limits, scale_log2, L, EXTRA, PAGED, CAUSAL, NATIVE, PARTS, T,
         )  # fmt: skip
         state, ahead = step(
-            tile + 1, kv1, rope1, kv0, rope0, s_shared, p_shared, alpha_shared, q, q_rope, state,
+            tile + 1, kv1, rope1, kv0, rope0, s_shared, p1, alpha_shared, q, q_rope, state,
             ahead, keys, extra, limits, scale_log2, L, EXTRA, PAGED, CAUSAL, NATIVE, PARTS, T,
         )  # fmt: skip
     acc, m, l = state

@@ -14,6 +14,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+
 
 class Queries(NamedTuple):
     """Query tokens, their ranges of keys, and their scores. Strides are in elements.
@@ -56,6 +58,86 @@ class Queries(NamedTuple):
     rows_request: int
     num_requests: int
     query_len: int
+
+    @classmethod
+    def of_ranges(cls, call: IndexerScores) -> Queries:
+        """Tokens with ranges of contiguous keys, as one request."""
+        num_tokens, num_keys = call.out.shape
+        return cls(
+            head_weights=call.weights,
+            head_weights_request=0,
+            head_weights_token=call.weights.stride(0),
+            row_starts=call.row_starts,
+            row_ends=call.row_ends,
+            ends_request=0,
+            offsets=None,
+            skip=0,
+            search_steps=0,
+            rows=None,
+            out=call.out,
+            out_request=0,
+            out_token=call.out.stride(0),
+            num_keys=num_keys,
+            first=0,
+            rows_request=0,
+            num_requests=1,
+            query_len=num_tokens,
+        )
+
+    @classmethod
+    def of_requests(cls, call: IndexerScoresPaged) -> Queries:
+        """Tokens of requests of equal length over pages."""
+        batch, query_len = call.index_q.shape[:2]
+        return cls(
+            head_weights=call.weights,
+            head_weights_request=call.weights.stride(0),
+            head_weights_token=call.weights.stride(1),
+            row_starts=None,
+            row_ends=call.seq_lens,
+            ends_request=call.seq_lens.stride(0),
+            offsets=None,
+            skip=0,
+            search_steps=0,
+            rows=None,
+            out=call.out,
+            out_request=call.out.stride(0),
+            out_token=call.out.stride(1),
+            num_keys=call.max_seq_len,
+            first=0,
+            rows_request=0,
+            num_requests=batch,
+            query_len=query_len,
+        )
+
+    @classmethod
+    def of_ragged(cls, call: IndexerTopk, some: slice, scores: Tensor, rows: Tensor) -> Queries:
+        """Some tokens of ragged requests over pages, with their scores, ends and requests."""
+        num_requests = call.page_table.shape[0]
+        return cls(
+            head_weights=call.weights[some],
+            head_weights_request=0,
+            head_weights_token=call.weights.stride(0),
+            row_starts=None,
+            row_ends=call.seq_lens,
+            ends_request=call.seq_lens.stride(0),
+            offsets=call.input_row_offsets,
+            skip=call.topk,
+            search_steps=num_requests.bit_length(),
+            rows=rows,
+            out=scores,
+            out_request=0,
+            out_token=scores.stride(0),
+            num_keys=scores.shape[1],
+            first=some.start,
+            rows_request=rows.stride(0),
+            num_requests=num_requests,
+            query_len=scores.shape[0],
+        )
+
+
+def most_groups(num_tokens: int, tokens: int, num_requests: int) -> int:
+    """Most groups of ``tokens`` tokens, none of two requests, among tokens of ragged requests."""
+    return num_tokens if tokens == 1 else num_tokens // tokens + num_requests + 1
 
 
 class Group(NamedTuple):

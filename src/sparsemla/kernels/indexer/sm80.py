@@ -38,6 +38,7 @@ from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPage
 from sparsemla.kernels.indexer.groups import (
     Queries,
     locate_group,
+    most_groups,
     partition_tiles,
     request_of,
     visible_keys,
@@ -444,30 +445,11 @@ def launch(
 
 
 def indexer_scores(call: IndexerScores) -> None:
-    index_q, weights, index_k, scales, row_starts, row_ends, out = call
-    num_tokens, num_keys = out.shape
+    index_q, index_k, scales = call.index_q, call.index_k, call.index_k_scales
+    num_tokens, num_keys = call.out.shape
     if num_tokens == 0 or num_keys == 0:
         return
-    queries = Queries(
-        head_weights=weights,
-        head_weights_request=0,
-        head_weights_token=weights.stride(0),
-        row_starts=row_starts,
-        row_ends=row_ends,
-        ends_request=0,
-        offsets=None,
-        skip=0,
-        search_steps=0,
-        rows=None,
-        out=out,
-        out_request=0,
-        out_token=out.stride(0),
-        num_keys=num_keys,
-        first=0,
-        rows_request=0,
-        num_requests=1,
-        query_len=num_tokens,
-    )
+    queries = Queries.of_ranges(call)
     tiling = choose_tiling(num_tokens, *index_q.shape[1:], index_q.device, True, False, 1, 0)
     one_page = Keys(index_k.view(torch.uint8), 0, index_k.stride(0), scales, 0, 1, None, 0, 0, 1)
     strides = 0, index_q.stride(0), index_q.stride(1)
@@ -482,42 +464,23 @@ def paged_keys(cache: PagedCache, page_table: Tensor) -> Keys:
 
 
 def indexer_scores_paged(call: IndexerScoresPaged) -> None:
-    index_q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out = call
+    index_q, cache = call.index_q, call.cache
     batch, query_len, heads, dim = index_q.shape
     if batch == 0 or query_len == 0:
         return
-    queries = Queries(
-        head_weights=weights,
-        head_weights_request=weights.stride(0),
-        head_weights_token=weights.stride(1),
-        row_starts=None,
-        row_ends=seq_lens,
-        ends_request=seq_lens.stride(0),
-        offsets=None,
-        skip=0,
-        search_steps=0,
-        rows=None,
-        out=out,
-        out_request=out.stride(0),
-        out_token=out.stride(1),
-        num_keys=max_seq_len,
-        first=0,
-        rows_request=0,
-        num_requests=batch,
-        query_len=query_len,
-    )
-    own_ends = seq_lens.dim() == 2
+    queries = Queries.of_requests(call)
+    own_ends = call.seq_lens.dim() == 2
     tiling = choose_tiling(
-        query_len, heads, dim, index_q.device, own_ends, not own_ends, ratio, cache.page_size
+        query_len, heads, dim, index_q.device, own_ends, not own_ends, call.ratio, cache.page_size
     )
     num_groups = batch * cdiv(query_len, tiling.tokens)
-    keys = paged_keys(cache, page_table)
+    keys = paged_keys(cache, call.page_table)
     launch(index_q, index_q.stride()[:3], queries, keys, num_groups, tiling)
 
 
 def scorer(call: IndexerTopk) -> Scorer:
     """The function that scores slices of the tokens of ragged requests."""
-    q, weights, cache = call.index_q, call.weights, call.cache
+    q, cache = call.index_q, call.cache
     num_tokens, heads, dim = q.shape
     num_requests = call.page_table.shape[0]
     tiling = choose_tiling(
@@ -533,29 +496,8 @@ def scorer(call: IndexerTopk) -> Scorer:
     keys = paged_keys(cache, call.page_table)
 
     def score_tokens(some: slice, scores: Tensor, rows: Tensor) -> None:
-        queries = Queries(
-            head_weights=weights[some],
-            head_weights_request=0,
-            head_weights_token=weights.stride(0),
-            row_starts=None,
-            row_ends=call.seq_lens,
-            ends_request=call.seq_lens.stride(0),
-            offsets=call.input_row_offsets,
-            skip=call.topk,
-            search_steps=num_requests.bit_length(),
-            rows=rows,
-            out=scores,
-            out_request=0,
-            out_token=scores.stride(0),
-            num_keys=scores.shape[1],
-            first=some.start,
-            rows_request=rows.stride(0),
-            num_requests=num_requests,
-            query_len=scores.shape[0],
-        )
-        num_groups = scores.shape[0]
-        if tiling.tokens > 1:
-            num_groups = num_groups // tiling.tokens + num_requests + 1
+        queries = Queries.of_ragged(call, some, scores, rows)
+        num_groups = most_groups(scores.shape[0], tiling.tokens, num_requests)
         strides = 0, q.stride(0), q.stride(1)
         launch(q[some], strides, queries, keys, num_groups, tiling)
 

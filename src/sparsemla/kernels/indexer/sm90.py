@@ -63,6 +63,7 @@ from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPage
 from sparsemla.kernels.indexer.groups import (
     Queries,
     locate_group,
+    most_groups,
     partition_tiles,
     visible_keys,
     visible_tiles,
@@ -612,33 +613,14 @@ def launch(
 
 
 def indexer_scores(call: IndexerScores) -> None:
-    q, weights, keys, key_scales, row_starts, row_ends, out = call
-    num_tokens, num_keys = out.shape
+    q, keys = call.index_q, call.index_k
+    num_tokens, num_keys = call.out.shape
     if num_tokens == 0 or num_keys == 0:
         return
     groups = choose_groups(num_tokens, *q.shape[1:])
-    queries = Queries(
-        head_weights=weights,
-        head_weights_request=0,
-        head_weights_token=weights.stride(0),
-        row_starts=row_starts,
-        row_ends=row_ends,
-        ends_request=0,
-        offsets=None,
-        skip=0,
-        search_steps=0,
-        rows=None,
-        out=out,
-        out_request=0,
-        out_token=out.stride(0),
-        num_keys=num_keys,
-        first=0,
-        rows_request=0,
-        num_requests=1,
-        query_len=num_tokens,
-    )
+    queries = Queries.of_ranges(call)
     tiling = choose_tiling(groups, q.shape[1], own_ends=True, causal=False, ratio=1, page_size=0)
-    no_pages = Keys(key_scales, 0, 1, None, 0, 0, 1)
+    no_pages = Keys(call.index_k_scales, 0, 1, None, 0, 0, 1)
     launch(q[None], keys[None], queries, no_pages, cdiv(num_tokens, tiling.tokens), tiling)
 
 
@@ -651,41 +633,22 @@ def paged_keys(cache: PagedCache, page_table: Tensor) -> tuple[Tensor, Keys]:
 
 
 def indexer_scores_paged(call: IndexerScoresPaged) -> None:
-    q, weights, cache, page_table, seq_lens, max_seq_len, ratio, out = call
+    q, cache = call.index_q, call.cache
     batch, query_len, heads, dim = q.shape
     if batch == 0 or query_len == 0:
         return
     groups = choose_groups(query_len, heads, dim)
-    queries = Queries(
-        head_weights=weights,
-        head_weights_request=weights.stride(0),
-        head_weights_token=weights.stride(1),
-        row_starts=None,
-        row_ends=seq_lens,
-        ends_request=seq_lens.stride(0),
-        offsets=None,
-        skip=0,
-        search_steps=0,
-        rows=None,
-        out=out,
-        out_request=out.stride(0),
-        out_token=out.stride(1),
-        num_keys=max_seq_len,
-        first=0,
-        rows_request=0,
-        num_requests=batch,
-        query_len=query_len,
-    )
-    own_ends = seq_lens.dim() == 2
-    tiling = choose_tiling(groups, heads, own_ends, not own_ends, ratio, cache.page_size)
+    queries = Queries.of_requests(call)
+    own_ends = call.seq_lens.dim() == 2
+    tiling = choose_tiling(groups, heads, own_ends, not own_ends, call.ratio, cache.page_size)
     num_groups = batch * cdiv(query_len, tiling.tokens)
-    k, keys = paged_keys(cache, page_table)
+    k, keys = paged_keys(cache, call.page_table)
     launch(q, k, queries, keys, num_groups, tiling)
 
 
 def scorer(call: IndexerTopk) -> Scorer:
     """The function that scores slices of the tokens of ragged requests."""
-    q, weights, cache = call.index_q, call.weights, call.cache
+    q, cache = call.index_q, call.cache
     num_tokens, heads, dim = q.shape
     num_requests = call.page_table.shape[0]
     groups = choose_groups(max(1, num_tokens // max(1, num_requests)), heads, dim)
@@ -693,29 +656,8 @@ def scorer(call: IndexerTopk) -> Scorer:
     k, keys = paged_keys(cache, call.page_table)
 
     def score_tokens(some: slice, scores: Tensor, rows: Tensor) -> None:
-        queries = Queries(
-            head_weights=weights[some],
-            head_weights_request=0,
-            head_weights_token=weights.stride(0),
-            row_starts=None,
-            row_ends=call.seq_lens,
-            ends_request=call.seq_lens.stride(0),
-            offsets=call.input_row_offsets,
-            skip=call.topk,
-            search_steps=num_requests.bit_length(),
-            rows=rows,
-            out=scores,
-            out_request=0,
-            out_token=scores.stride(0),
-            num_keys=scores.shape[1],
-            first=some.start,
-            rows_request=rows.stride(0),
-            num_requests=num_requests,
-            query_len=scores.shape[0],
-        )
-        num_groups = scores.shape[0]
-        if tiling.tokens > 1:
-            num_groups = num_groups // tiling.tokens + num_requests + 1
+        queries = Queries.of_ragged(call, some, scores, rows)
+        num_groups = most_groups(scores.shape[0], tiling.tokens, num_requests)
         launch(q[None, some], k, queries, keys, num_groups, tiling)
 
     return score_tokens
