@@ -18,16 +18,24 @@ TABLES = sorted((Path(__file__).parent / "launches").glob("*.py"))
 
 
 def every_launch():
-    """Each launch of each table for each of its targets; one launch a table is not slow."""
+    """Each launch of each table for each of its targets; one launch a table is not slow.
+
+    Ampere's launches have two targets in Gluon. Of the four pairs of target and version of Triton,
+    oldest or newest, each launch compiles for two, so that it meets both of each.
+    """
     for table in TABLES:
         first, *_ = pairs = launches_of(str(table))
+        launches = list(dict(pairs))
         for launch, target in pairs:
             quick = launch == first[0] and target in ("sm_90", "gfx942")
             marks = [] if quick else [pytest.mark.slow]
-            if table.stem.startswith("sm90_") or (
-                table.stem.startswith("sm80_") and target in ("sm_80", "sm_89")
-            ):  # the other targets' Gluon is that of sm_89
+            if table.stem.startswith("sm90_"):
                 marks.append(pytest.mark.gluon)
+            elif table.stem.startswith("sm80_") and target in ("sm_80", "sm_89"):
+                marks.append(pytest.mark.gluon)
+                if {(launch, "sm_80"), (launch, "sm_89")} <= {*pairs}:
+                    older = (launches.index(launch) + (target == "sm_89")) % 2 == 0
+                    marks.append(pytest.mark.oldest if older else pytest.mark.newest)
             yield pytest.param(
                 table, launch, target, marks=marks, id=f"{table.stem}-{launch}-{target}"
             )

@@ -370,14 +370,20 @@ def launches_of(path: str, only: str = "") -> list[tuple[str, str]]:
     """Pairs of launch and target from a Python file.
 
     Args:
-        path: a file with a dict ``LAUNCHES``, name to launch, and optionally ``TARGETS``, a list of
-            names of targets; default all.
+        path: a file with a dict ``LAUNCHES``, name to launch, and optionally ``TARGETS``, names of
+            the targets of every launch, default all; and ``IN_TURN``, names of more targets, of
+            which each launch has one: for kernels whose code these targets hardly change.
         only: name of the single target; default all of them.
     """
     table = _table(path)
-    everywhere = [target.name for target in TARGETS]
-    targets = [name for name in table.get("TARGETS", everywhere) if only in ("", name)]
-    return list(itertools.product(table["LAUNCHES"], targets))
+    targets = tuple(table.get("TARGETS", [target.name for target in TARGETS]))
+    in_turn = itertools.cycle([(name,) for name in table.get("IN_TURN", ())] or [()])
+    return [
+        (launch, target)
+        for launch, turn in zip(table["LAUNCHES"], in_turn, strict=False)
+        for target in targets + turn
+        if only in ("", target)
+    ]
 
 
 def report(path: str, launch: str, target: str, *, assemble: bool = True) -> list[str]:
