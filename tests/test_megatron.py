@@ -466,6 +466,35 @@ def test_replay():
     assert not torch.equal(train(model, packed(5, 12, 7))["losses"], expected["losses"])
 
 
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        },
+    ],
+    ids=["attention", "layers"],
+)
+def test_recomputation(recompute, monkeypatch):
+    """A layer that runs again has the same bits, also if it shares a selection."""
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    monkeypatch.setattr(random, "_get_all_rng_states", tuple)  # of CUDA
+    monkeypatch.setattr(random, "_set_all_rng_states", lambda *states: None)
+    runs, forward = [], SparseMLAttention.forward
+    monkeypatch.setattr(
+        SparseMLAttention, "forward", lambda *args, **kw: runs.append(0) or forward(*args, **kw)
+    )
+    plain, again = make_config(**SHARED), make_config(**SHARED, **recompute)
+    expected = train(make_model(plain, block_spec(plain)), packed(5, 12, 7))
+    assert len(runs) == LAYERS
+    found = train(make_model(again, block_spec(again)), packed(5, 12, 7))
+    assert len(runs) == 3 * LAYERS
+    assert_same(expected, found, 0)
+
+
 NAMES = {
     "model.embed_tokens": "embedding.word_embeddings",
     "model.norm": "decoder.final_layernorm",
