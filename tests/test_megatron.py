@@ -436,7 +436,8 @@ def test_model_that_shares_selections(sparse, params):
     ] * LAYERS
     assert theirs.state_dict().keys() == ours.state_dict().keys()
     results = [train(model, copy.copy(params)) for model in (theirs, ours)]
-    assert_same(*results, tolerance=2**-15)
+    # Hidden states differ in their last bits, and so may an index query's rounding to bfloat16.
+    assert_same(*results, tolerance=2**-11)
     assert (results[1]["logged"] > 0).tolist() == [True, False] * 2
 
 
