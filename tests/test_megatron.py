@@ -721,6 +721,16 @@ def test_context_parallelism_is_by_allgather():
         )
 
 
+class ModelConfig:
+    """As Megatron-LM's builder passes it to the function of `--spec`."""
+
+    def __init__(self, transformer):
+        self.transformer = transformer
+
+    def __getattr__(self, name):
+        return getattr(self.transformer, name)
+
+
 def test_specs():
     """A copy is changed; Megatron-LM's `--spec` finds the function."""
     config = make_config()
@@ -732,6 +742,9 @@ def test_specs():
     hybrid = with_sparsemla(hybrid_stack_spec).submodules.dsa_layer.submodules.self_attention
     assert hybrid.submodules.core_attention.module is SparseMLAttention
     assert import_module(("sparsemla.backends.megatron", "block_spec")) is block_spec
+    layers = block_spec(ModelConfig(config), vp_stage=None).layer_specs
+    found = {each.submodules.self_attention.submodules.core_attention.module for each in layers}
+    assert (len(layers), found) == (LAYERS, {SparseMLAttention})
     with pytest.raises(ValueError, match="spec must have a DSAttention, got TransformerBlockSub"):
         with_sparsemla(after)
     config.experimental_attention_variant = None
