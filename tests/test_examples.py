@@ -170,3 +170,29 @@ def test_every_example_is_linked():
     for example in EXAMPLES.glob("*.*"):
         assert f"/examples/{example.name})" in readme, example.name
         assert f"/examples/{example.name})" in pages, example.name
+
+
+def test_replay_rollout(capsys):
+    """Recorded selections leave less than half of the difference of log-probabilities."""
+    pytest.importorskip("transformers")
+    import replay_rollout
+
+    assert replay_rollout.main() == 0
+    records, *lines = capsys.readouterr().out.splitlines()
+    assert float(re.search(r"[\d.]+", records)[0]) < 16 + 4
+    pattern = r"by ([\d.]+) on average and ([\d.]+) at most; (\d+) of 96 ratios"
+    own, recorded = ([float(x) for x in re.search(pattern, line).groups()] for line in lines)
+    assert all(after < before / 2 for before, after in zip(own, recorded, strict=True))
+
+
+def test_replay_rollout_tells_of_other_selections(capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    import replay_rollout
+
+    read = replay_rollout.read
+    monkeypatch.setattr(
+        replay_rollout,
+        "read",
+        lambda *args: {idx: lists.clamp(max=0) for idx, lists in read(*args).items()},
+    )
+    assert replay_rollout.main() == 1

@@ -73,7 +73,8 @@ def test_the_hubs_layout(hub):
         present = {path.relative_to(variant).as_posix() for path in variant.rglob("*.py")}
         assert present == set(metadata["digest"]["files"])
         assert "backends/transformers/attention.py" in present
-        assert not any(name.startswith(("backends/vllm", "backends/sglang")) for name in present)
+        engines = ("backends/megatron", "backends/sglang", "backends/vllm")
+        assert not any(name.startswith(engines) for name in present)
 
 
 def test_the_kernel_imports_its_own_modules_only(hub):

@@ -31,7 +31,7 @@ BACKENDS: dict[str, list[str] | None] = {
 }
 """The architectures of each build variant."""
 
-LEFT_OUT = ("__main__.py", "backends/sglang", "backends/vllm")
+LEFT_OUT = ("__main__.py", "backends/megatron", "backends/sglang", "backends/vllm")
 """The command, and plugins that engines find by an installed package."""
 
 COMPATIBLE = '''"""For releases of ``kernels`` that import this folder."""

@@ -9,12 +9,12 @@ rows that all heads share and attends to the selected ones only.
 same selections.
 """
 
+from sparsemla.backends.selections import pack_selections, split_selections
 from sparsemla.backends.transformers.attention import PagedAttention, disable, enable, refuse
 from sparsemla.backends.transformers.cache import BatchCache
 from sparsemla.backends.transformers.deepseek_v4 import CompressedCache
 from sparsemla.backends.transformers.glm5_next import PooledCache
 from sparsemla.backends.transformers.latent import LatentCache
-from sparsemla.backends.transformers.selections import pack_selections, split_selections
 from sparsemla.backends.transformers.training import TrainingAttention
 
 __all__ = [

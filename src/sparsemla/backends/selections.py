@@ -1,4 +1,4 @@
-"""Recorded selections, to replay them in training: by sequence, and packed."""
+"""Recorded selections, to replay them in training: by sequence, and packed. Imports no library."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def split_selections(
             for sequence, part in zip(sequences, lists.split(lengths), strict=True):
                 sequence.setdefault(layer_idx, []).append(part)
     return [
-        {layer_idx: _join(parts) for layer_idx, parts in sequence.items()} for sequence in sequences
+        {layer_idx: join_lists(parts) for layer_idx, parts in sequence.items()}
+        for sequence in sequences
     ]
 
 
@@ -77,10 +78,12 @@ def pack_selections(sequences: Sequence[Mapping[int, Tensor]]) -> dict[int, Tens
     layers = {tuple(sorted(sequence)) for sequence in sequences}
     if len(layers) != 1:
         raise ValueError(f"sequences must have lists of the same layers, got {sorted(layers)}")
-    return {layer_idx: _join([each[layer_idx] for each in sequences]) for layer_idx in layers.pop()}
+    return {
+        layer_idx: join_lists([each[layer_idx] for each in sequences]) for layer_idx in layers.pop()
+    }
 
 
-def _join(lists: Sequence[Tensor]) -> Tensor:
+def join_lists(lists: Sequence[Tensor]) -> Tensor:
     """``[tokens, K]`` of all lists, the narrower ones filled with -1."""
     width = max(part.shape[1] for part in lists)
     return torch.cat([F.pad(part, (0, width - part.shape[1]), value=-1) for part in lists])
