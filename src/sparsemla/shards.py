@@ -59,6 +59,15 @@ class ContextShard:
         # A turn of all parts is computed with in 32 bits.
         check_integer("interleave", self.interleave, 1, max(LIMIT // self.num_parts, 2))
 
+    @classmethod
+    def unchecked(
+        cls, rank: int, num_ranks: int, interleave: int, parts: int | None
+    ) -> ContextShard:
+        """The share of checked numbers; skips all checks."""
+        shard = object.__new__(cls)
+        vars(shard).update(rank=rank, num_ranks=num_ranks, interleave=interleave, parts=parts)
+        return shard
+
     @property
     def num_parts(self) -> int:
         """Parts of a context."""
