@@ -81,6 +81,7 @@ LAYERS = {
         "dispatch",
         "ops",
     ),
+    "sparsemla.parallel": ("checks", "ops"),
     "sparsemla.explanation": ("dispatch", "kernels.repeat", "ops"),
     "sparsemla.warmup": (
         "validation",
@@ -98,6 +99,7 @@ LAYERS = {
         "explanation",
         "formats",
         "ops",
+        "parallel",
         "plan",
         "pooling",
         "rope",

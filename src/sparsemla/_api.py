@@ -24,6 +24,7 @@ from sparsemla.ops.decode import decode_workspace_size
 from sparsemla.ops.lists import SharedLists
 from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.ops.projection import group_workspace_size, merge_workspace_size
+from sparsemla.parallel import exchange_states, exchange_topk
 from sparsemla.plan import (
     Plan,
     PlanBuffers,
@@ -95,6 +96,8 @@ __all__ = [
     "dequantize_blocks",
     "e4m3_format",
     "entry_slots",
+    "exchange_states",
+    "exchange_topk",
     "explain",
     "from_freqs_cis",
     "fused_indexer_rope_quant",
