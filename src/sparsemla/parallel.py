@@ -4,6 +4,8 @@ Each rank of a context-parallel group scores and attends to the positions that i
 :class:`sparsemla.ContextShard` of every context. :func:`exchange_topk` makes one selection of the
 selections of all ranks, and :func:`exchange_states` one attention of their partial results. All
 ranks must call both with equal shapes, because collectives of all ranks have to match.
+torch sends no tensors of its ``meta`` device, so :func:`sparsemla.warm_up` runs steps that call
+both.
 """
 
 from __future__ import annotations
