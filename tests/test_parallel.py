@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,6 +101,12 @@ def test_negative_positions_are_no_ones():
 def test_shares_that_cannot_be_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ContextShard(*arguments)
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    shard = ContextShard(np.int64(1), np.int8(2), np.int32(4), np.int64(8))
+    assert shard == ContextShard(1, 2, 4, 8)
+    assert {type(value) for value in vars(shard).values()} == {int}
 
 
 def test_the_largest_turn_is_computed_in_32_bits():
