@@ -20,8 +20,9 @@ from torch import Tensor, distributed
 from sparsemla.checks import FLOATS, Checker
 from sparsemla.ops import merge_states, merge_topk
 
-ALIGNMENT = 16
-"""Bytes: kernels read states by vectors of so many."""
+ALIGNMENT = 64
+"""Bytes: 16 elements of float32. Triton reads by vectors if strides are multiples of 16 elements;
+otherwise it also adds the parts in another order, to other bits."""
 
 
 def exchange_topk(
