@@ -15,6 +15,7 @@ from sparsemla import (
     FP8_DS_MLA,
     DecodeRunner,
     HeadWeight,
+    HostCache,
     MLALayer,
     PagedCache,
     Pooling,
@@ -35,6 +36,16 @@ def paged_cache():
 
 def layered_cache():
     return PagedCache.allocate(BF16_576, 2, 8, num_layers=3)
+
+
+def host_arguments():
+    return {
+        "format": FP8_DS_MLA,
+        "num_pages": 2,
+        "page_size": 8,
+        "num_layers": 2,
+        "device": "cpu",
+    }
 
 
 def fields_of(instance, names):
@@ -155,6 +166,12 @@ VALID = {
         "slots": torch.arange(3),
         "rows": torch.zeros(3, 576),
         "scale_mode": "pow2",
+    },
+    "sparsemla.HostCache": host_arguments,
+    "sparsemla.HostCache.allocate": lambda: host_arguments() | {"group": None},
+    "sparsemla.HostCache.layer": lambda: {
+        "self": HostCache.allocate(**host_arguments()),
+        "layer_idx": 1,
     },
     "sparsemla.slots_of": lambda: {
         "page_table": torch.zeros(2, 2, dtype=torch.int32),
@@ -346,7 +363,7 @@ def callables():
         for name in names:
             if callable(getattr(module, name)) and name not in RECORDS | NEEDS_A_GPU:
                 yield f"{module.__name__.split('.')[-1]}.{name}"
-    for owner in (PagedCache, WindowState, DecodeRunner):
+    for owner in (PagedCache, HostCache, WindowState, DecodeRunner):
         for name, value in vars(owner).items():
             method = value.__func__ if isinstance(value, classmethod) else value
             takes = inspect.isfunction(method) and len(inspect.signature(method).parameters) > 1

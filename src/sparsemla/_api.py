@@ -18,6 +18,7 @@ from sparsemla.formats import (
     e4m3_format,
     get_format,
 )
+from sparsemla.offload import HostCache
 from sparsemla.ops import *
 from sparsemla.ops.branch import branch_workspace_size
 from sparsemla.ops.decode import decode_workspace_size
@@ -66,6 +67,7 @@ __all__ = [
     "DecodeRunner",
     "Explanation",
     "HeadWeight",
+    "HostCache",
     "MLALayer",
     "PagedCache",
     "Plan",

@@ -361,6 +361,14 @@ class PagedCache:
         return slots.long()
 
 
+class HostLayer(PagedCache):
+    """A layer of rows in host memory, which a GPU reads over its link.
+
+    :meth:`sparsemla.HostCache.layer` makes them. Ops that write caches, ``gather_dequant`` and
+    ``fetch_rows`` take them. Attention, which would wait for the link row by row, refuses them.
+    """
+
+
 def misalignment(tensor: Tensor) -> int:
     """The address of a tensor modulo 16, which repeated calls share; other bits they do not."""
     with torch._C.DisableTorchFunction():
