@@ -20,6 +20,7 @@ from sparsemla import (
     e4m3_format,
     gather_dequant,
     offload,
+    pinned,
     sparse_decode,
     sparse_prefill,
 )
@@ -67,9 +68,9 @@ def install_driver(monkeypatch, cudart):
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(offload, "check_device", lambda name, device: None)
-    monkeypatch.setattr(offload, "_alias", lambda rows, device: rows)
-    monkeypatch.setattr(offload, "_forget_error", clear)
-    monkeypatch.setattr(offload, "MAX_PIECE", 200_000)
+    monkeypatch.setattr(offload, "alias", lambda rows, device: rows)
+    monkeypatch.setattr(pinned, "_forget_error", clear)
+    monkeypatch.setattr(pinned, "MAX_PIECE", 200_000)
     return cudart
 
 
@@ -105,10 +106,10 @@ def test_pieces_end_at_pages_and_cover_all(with_driver):
     assert sum(cudart.registered.values()) == host.memory_bytes == 20 * 64 * 656
     assert len(pieces) == 5
     for address, size in pieces[:-1]:
-        assert size <= offload.MAX_PIECE
+        assert size <= pinned.MAX_PIECE
         assert (address + size - start) % (64 * 656) == (address + size) % 4096 == 0
     host.close()
-    assert cudart.registered == {} == offload._LIVE
+    assert cudart.registered == {} == pinned._LIVE
     host.close()
     assert host.closed
     assert cudart.calls == 5
@@ -123,7 +124,7 @@ def test_a_piece_that_cannot_be_registered_releases_all(with_driver, fails_at):
         r"got cudaErrorMemoryAllocation \(2\); the limit of locked memory \(ulimit -l\) is",
     ):
         allocate(device="cuda:0")
-    assert cudart.registered == {} == offload._LIVE
+    assert cudart.registered == {} == pinned._LIVE
     assert cudart.cleared == 1
 
 
@@ -147,7 +148,7 @@ def test_an_unregistration_that_fails_is_said(with_driver):
     cudart.registered.clear()
     with pytest.raises(ValueError, match=r"unregistered: cudaErrorHostMemoryNotRegistered \(713\)"):
         host.close()
-    offload._LIVE.clear()
+    pinned._LIVE.clear()
 
 
 def of_ranks(rank, failures):
@@ -195,7 +196,7 @@ def test_more_than_the_host_has(monkeypatch):
 
 
 def test_free_bytes_are_known_on_linux():
-    free = offload.available_bytes()
+    free = pinned.available_bytes()
     assert free is not None
     assert 1 << 20 < free < 1 << 60
 
@@ -265,15 +266,15 @@ def test_attention_refuses_rows_of_the_host():
 def test_a_capsule_has_the_same_memory():
     """The way out if torch does not take registered memory by its array interface."""
     rows = torch.arange(100, dtype=torch.uint8)
-    alias = offload.from_capsule(rows[4:], offload.DLPACK_CPU, 0)
+    alias = pinned.from_capsule(rows[4:], pinned.DLPACK_CPU, 0)
     assert alias.data_ptr() == rows.data_ptr() + 4
     alias[0] = 77
     assert rows[4] == 77
     del rows
-    assert len(offload._EXPORTED) == 1
+    assert len(pinned._EXPORTED) == 1
     assert alias.tolist() == [77, *range(5, 100)]
     del alias
-    assert not offload._EXPORTED
+    assert not pinned._EXPORTED
 
 
 @pytest.mark.gpu
