@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from sparsemla import indexer_scores_paged, indexer_topk, select_topk, to_slots
-from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
+from sparsemla import ContextShard, indexer_scores_paged, indexer_topk, select_topk, to_slots
+from sparsemla.backends.vllm.exchange import Run, ShardedRows
 from sparsemla_lab.bench.timing import Results, Timer
 from sparsemla_lab.bench.workloads import PAGE_SIZE, IndexerScoresPaged
 from sparsemla_lab.testing.compare import assert_equal
@@ -84,7 +84,7 @@ def all_gather(tensor: Tensor) -> Tensor:
     return joined
 
 
-def kept_slots(shard: Shard, positions: Tensor, page_table: Tensor) -> Tensor:
+def kept_slots(shard: ContextShard, positions: Tensor, page_table: Tensor) -> Tensor:
     """Slots of one token of each request for the positions that a rank keeps, and -1 for others."""
     turn = positions // shard.interleave
     rows = turn // shard.num_ranks * shard.interleave + positions % shard.interleave
@@ -95,13 +95,13 @@ def kept_slots(shard: Shard, positions: Tensor, page_table: Tensor) -> Tensor:
 
 def functions(
     context: int, batch: int, topk: int, device: torch.device
-) -> tuple[Shard, dict[str, Callable[[], Results]]]:
+) -> tuple[ContextShard, dict[str, Callable[[], Results]]]:
     """This rank's share, and what is timed; checks the selection.
 
     Raises:
         AssertionError: the selection or its slots are not those of one rank.
     """
-    shard = Shard(distributed.get_rank(), distributed.get_world_size(), PAGE_SIZE)
+    shard = ContextShard(distributed.get_rank(), distributed.get_world_size(), PAGE_SIZE)
     inputs = IndexerScoresPaged(batch, 1, context).build(device)  # the same on all ranks
     q, weights, cache = (
         inputs["index_q"].flatten(0, 1),

@@ -13,6 +13,7 @@ import sparsemla
 from sparsemla import (
     BF16_576,
     FP8_DS_MLA,
+    ContextShard,
     DecodeRunner,
     HeadWeight,
     HostCache,
@@ -217,6 +218,28 @@ VALID = {
         "block": 32,
     },
     "sparsemla.Pooling": lambda: {"ratio": 4, "overlap": True},
+    "sparsemla.ContextShard": lambda: {
+        "rank": 1,
+        "num_ranks": 4,
+        "interleave": 64,
+        "parts": 8,
+    },
+    "sparsemla.ContextShard.lengths": lambda: {
+        "self": ContextShard(1, 2),
+        "seq_lens": torch.tensor([0, 5]),
+    },
+    "sparsemla.ContextShard.longest": lambda: {"self": ContextShard(1, 2), "seq_len": 5},
+    "sparsemla.ContextShard.positions": lambda: {
+        "self": ContextShard(1, 2),
+        "rows": torch.tensor([0, 5, -1]),
+    },
+    **{
+        f"sparsemla.ContextShard.{method}": lambda: {
+            "self": ContextShard(1, 2),
+            "positions": torch.tensor([0, 5, -1]),
+        }
+        for method in ("owner", "part", "to_local")
+    },
     "sparsemla.WindowState": lambda: {"rows": torch.zeros(1, 8, 2, 64)},
     "sparsemla.WindowState.allocate": lambda: {
         "pooling": Pooling(4),
@@ -363,7 +386,7 @@ def callables():
         for name in names:
             if callable(getattr(module, name)) and name not in RECORDS | NEEDS_A_GPU:
                 yield f"{module.__name__.split('.')[-1]}.{name}"
-    for owner in (PagedCache, HostCache, WindowState, DecodeRunner):
+    for owner in (PagedCache, HostCache, WindowState, ContextShard, DecodeRunner):
         for name, value in vars(owner).items():
             method = value.__func__ if isinstance(value, classmethod) else value
             takes = inspect.isfunction(method) and len(inspect.signature(method).parameters) > 1

@@ -44,6 +44,7 @@ from sparsemla.rope import (
     yarn_mscale,
 )
 from sparsemla.runner import DecodeRunner
+from sparsemla.shards import ContextShard
 from sparsemla.warmup import Serving, WarmUp, warm_up
 from sparsemla.weights import (
     HeadWeight,
@@ -64,6 +65,7 @@ __all__ = [
     "INDEX_FP8",
     "INDEX_MXFP4",
     "CacheFormat",
+    "ContextShard",
     "DecodeRunner",
     "Explanation",
     "HeadWeight",
