@@ -17,6 +17,7 @@ from sparsemla import (
     MLALayer,
     PagedCache,
     Plan,
+    RowTable,
     WindowState,
     dispatch,
     ops,
@@ -48,6 +49,7 @@ LAYERS = {
     "sparsemla.cache": ("validation", "formats"),
     "sparsemla.rope": ("validation", "formats", "cache"),
     "sparsemla.pooling": ("validation",),
+    "sparsemla.residency": ("validation",),
     "sparsemla.shards": ("validation",),
     "sparsemla.weights": ("validation", "state", "formats", "checks"),
     "sparsemla.plan": ("validation", "formats", "cache", "checks"),
@@ -60,6 +62,7 @@ LAYERS = {
         "cache",
         "plan",
         "pooling",
+        "residency",
         "shards",
         "rope",
         "weights",
@@ -67,7 +70,15 @@ LAYERS = {
     ),
     "sparsemla.kernels.common": ("state", "formats", "cache", "weights", "kernels.common"),
     "sparsemla.kernels.repeat": ("formats", "pooling", "shards", "kernels.repeat"),
-    "sparsemla.kernels": ("formats", "cache", "pooling", "shards", "weights", "kernels.common"),
+    "sparsemla.kernels": (
+        "formats",
+        "cache",
+        "pooling",
+        "residency",
+        "shards",
+        "weights",
+        "kernels.common",
+    ),
     "sparsemla.dispatch": ("kernels",),
     "sparsemla.ops": (
         "validation",
@@ -77,6 +88,7 @@ LAYERS = {
         "weights",
         "plan",
         "pooling",
+        "residency",
         "shards",
         "checks",
         "kernels",
@@ -102,6 +114,7 @@ LAYERS = {
         "ops",
         "plan",
         "pooling",
+        "residency",
         "rope",
         "runner",
         "shards",
@@ -126,6 +139,7 @@ BELOW = (
     "formats",
     "cache",
     "pooling",
+    "residency",
     "shards",
     "rope",
     "weights",
@@ -227,6 +241,11 @@ ONLY_PUBLIC = {
     "kv_out": None,
     "lse": None,
     "lengths": None,
+    "counts": None,
+    "miss_slots": None,
+    "miss_rows": None,
+    "miss_counts": None,
+    "new_counts": None,
     "max_logits": None,
     "token_mask": None,
     "weights_out": None,
@@ -254,7 +273,7 @@ def test_definitions_take_the_arguments_of_the_ops(op):
 
 
 OPERANDS = {Tensor, Tensor | None, Tensor | PagedCache, PagedCache, HeadWeight, MLALayer, Plan}
-OPERANDS |= {WindowState}
+OPERANDS |= {RowTable, WindowState}
 """Types of tensors, and of records of tensors."""
 
 METADATA = {"positions", "request_ids", "ring_ids", "row_ends", "row_starts", "slot_mapping"}

@@ -25,6 +25,7 @@ from sparsemla.ops.decode import decode_workspace_size
 from sparsemla.ops.lists import SharedLists
 from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.ops.projection import group_workspace_size, merge_workspace_size
+from sparsemla.ops.residency import Resolved, resolve_workspace_size
 from sparsemla.plan import (
     Plan,
     PlanBuffers,
@@ -35,6 +36,7 @@ from sparsemla.plan import (
     split_prefill_chunks,
 )
 from sparsemla.pooling import Pooling, WindowState
+from sparsemla.residency import RowTable
 from sparsemla.rope import (
     Yarn,
     cos_sin_table,
@@ -76,7 +78,9 @@ __all__ = [
     "PlanBuffers",
     "Pooling",
     "PrefillChunk",
+    "Resolved",
     "RowFields",
+    "RowTable",
     "Serving",
     "SharedLists",
     "WarmUp",
@@ -98,6 +102,8 @@ __all__ = [
     "e4m3_format",
     "entry_slots",
     "explain",
+    "fetch_rows",
+    "forget_seats",
     "from_freqs_cis",
     "fused_indexer_rope_quant",
     "fused_rope_rmsnorm_quant",
@@ -122,6 +128,8 @@ __all__ = [
     "project_groups",
     "project_heads",
     "projection_weight",
+    "resolve_rows",
+    "resolve_workspace_size",
     "rope_frequencies",
     "select_rows",
     "select_topk",
