@@ -55,7 +55,17 @@ LAYERS = {
     "sparsemla.plan": ("validation", "formats", "cache", "checks"),
     "sparsemla.runner": ("validation", "plan"),
     "sparsemla.pinned": (),
-    "sparsemla.offload": ("validation", "formats", "cache", "pinned"),
+    "sparsemla.offload": (
+        "validation",
+        "formats",
+        "cache",
+        "pinned",
+        "plan",
+        "residency",
+        "shards",
+        "ops.gather",
+        "ops.residency",
+    ),
     "sparsemla.checks": ("validation", "formats", "cache"),
     "sparsemla.reference": (
         "formats",

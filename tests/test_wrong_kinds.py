@@ -17,12 +17,15 @@ from sparsemla import (
     DecodeRunner,
     HeadWeight,
     HostCache,
+    HostContext,
+    HotRows,
     MLALayer,
     PagedCache,
     Pooling,
     Serving,
     WindowState,
     Yarn,
+    plan_batch,
 )
 from sparsemla.compat import deep_gemm, flash_mla
 from sparsemla_lab.testing.cases import Draw, mla_layer
@@ -47,6 +50,29 @@ def host_arguments():
         "num_layers": 2,
         "device": "cpu",
     }
+
+
+def hot_sizes():
+    return {"seats": 2, "rows_per_seat": 8, "topk": 4, "query_len": 1, "leaders": (0, 1)}
+
+
+def hot_rows():
+    return HotRows(HostCache.allocate(**host_arguments()), **hot_sizes())
+
+
+def plan_of_host(query_len):
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    return plan_batch([query_len], [4], table, page_size=8, workspace_rows=8)
+
+
+def host_context():
+    return HostContext(HostCache.allocate(**host_arguments()), max_rows=8)
+
+
+def started():
+    context = host_context()
+    context.start(plan_of_host(2))
+    return context
 
 
 def fields_of(instance, names):
@@ -174,6 +200,32 @@ VALID = {
         "self": HostCache.allocate(**host_arguments()),
         "layer_idx": 1,
     },
+    "sparsemla.HotRows": lambda: (
+        {"host": HostCache.allocate(**host_arguments()), "shard": None, "stream": None}
+        | hot_sizes()
+    ),
+    "sparsemla.HotRows.size": lambda: {"format": FP8_DS_MLA, "num_layers": 2} | hot_sizes(),
+    "sparsemla.HotRows.attach": lambda: {
+        "self": HotRows(None, format=FP8_DS_MLA, num_layers=2, device="cpu", **hot_sizes()),
+        "host": HostCache.allocate(**host_arguments()),
+    },
+    "sparsemla.HotRows.resolve": lambda: {
+        "self": hot_rows(),
+        "layer_idx": 0,
+        "topk_indices": torch.zeros(1, 4, dtype=torch.int32),
+        "plan": plan_of_host(1),
+        "seats": torch.zeros(1, dtype=torch.int32),
+    },
+    "sparsemla.HotRows.layer": lambda: {"self": hot_rows(), "layer_idx": 0},
+    "sparsemla.HotRows.forget": lambda: {"self": hot_rows(), "seats": [0]},
+    "sparsemla.HostContext": lambda: {
+        "host": HostCache.allocate(**host_arguments()),
+        "max_rows": 8,
+        "ahead": 1,
+        "stream": None,
+    },
+    "sparsemla.HostContext.start": lambda: {"self": host_context(), "plan": plan_of_host(2)},
+    "sparsemla.HostContext.rows": lambda: {"self": started(), "layer_idx": 0, "chunk": 0},
     "sparsemla.slots_of": lambda: {
         "page_table": torch.zeros(2, 2, dtype=torch.int32),
         "request_ids": torch.zeros(3, dtype=torch.long),
@@ -347,6 +399,8 @@ VALID = {
 RECORDS = {
     "CacheFormat",
     "Explanation",
+    "HotSelection",
+    "HotStats",
     "Plan",
     "PrefillChunk",
     "RowFields",
@@ -386,7 +440,15 @@ def callables():
         for name in names:
             if callable(getattr(module, name)) and name not in RECORDS | NEEDS_A_GPU:
                 yield f"{module.__name__.split('.')[-1]}.{name}"
-    for owner in (PagedCache, HostCache, WindowState, ContextShard, DecodeRunner):
+    for owner in (
+        PagedCache,
+        HostCache,
+        HotRows,
+        HostContext,
+        WindowState,
+        ContextShard,
+        DecodeRunner,
+    ):
         for name, value in vars(owner).items():
             method = value.__func__ if isinstance(value, classmethod) else value
             takes = inspect.isfunction(method) and len(inspect.signature(method).parameters) > 1

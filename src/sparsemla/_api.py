@@ -18,7 +18,7 @@ from sparsemla.formats import (
     e4m3_format,
     get_format,
 )
-from sparsemla.offload import HostCache
+from sparsemla.offload import HostCache, HostContext, HotRows, HotSelection, HotStats
 from sparsemla.ops import *
 from sparsemla.ops.branch import branch_workspace_size
 from sparsemla.ops.decode import decode_workspace_size
@@ -72,6 +72,10 @@ __all__ = [
     "Explanation",
     "HeadWeight",
     "HostCache",
+    "HostContext",
+    "HotRows",
+    "HotSelection",
+    "HotStats",
     "MLALayer",
     "PagedCache",
     "Plan",
