@@ -4,7 +4,7 @@ The pages of :mod:`batching` name index keys on the GPU and latent rows on the h
 sharing and eviction are as they were. New is a seat for each request that runs: the rows that it
 selected last are on the GPU. Prompts read their contexts through a workspace, a layer ahead.
 
-Run ``python examples/host_rows.py``, or with ``--device cuda``: there, decode steps are CUDA
+Run ``python examples/host_batching.py``, or with ``--device cuda``: there, decode steps are CUDA
 graphs.
 """
 

@@ -1,11 +1,11 @@
-"""examples/host_rows.py has the bits of examples/batching.py, at every step."""
+"""examples/host_batching.py has the bits of examples/batching.py, at every step."""
 
 import torch
 
 import batching
-import host_rows
+import host_batching
 from batching import Batcher, PagePool, serve
-from host_rows import HostBatcher, HostModel
+from host_batching import HostBatcher, HostModel
 from tiny_model import TinyModel
 
 PAGES, PAGE_SIZE = 17, 8
@@ -29,7 +29,7 @@ def logits_of(batcher, prompts):
 def test_every_step_has_the_bits_of_rows_on_the_device(monkeypatch):
     """With shared prefixes and evictions; on a GPU, prompts attend by another kernel."""
     monkeypatch.setattr(batching, "NEW_TOKENS", 70)
-    limits = {"max_requests": host_rows.MAX_REQUESTS}
+    limits = {"max_requests": host_batching.MAX_REQUESTS}
     resident = Batcher(TinyModel(PAGES, PAGE_SIZE), PagePool(PAGES, PAGE_SIZE), **limits)
     steps, requests = logits_of(resident, PROMPTS)
     model = HostModel(PAGES, PAGE_SIZE)
@@ -49,8 +49,8 @@ def test_every_step_has_the_bits_of_rows_on_the_device(monkeypatch):
 
 def test_the_program(capsys, monkeypatch):
     monkeypatch.setattr(batching, "NEW_TOKENS", 3)
-    monkeypatch.setattr(host_rows, "QUESTIONS", host_rows.QUESTIONS[:2])
-    host_rows.main()
+    monkeypatch.setattr(host_batching, "QUESTIONS", host_batching.QUESTIONS[:2])
+    host_batching.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("HostCache(fp8_ds_mla, 24 pages of 16 rows in each of 2 layers")
     assert lines[2] == "same tokens as with rows on the device: 2 of 2 requests"
