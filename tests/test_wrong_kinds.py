@@ -225,6 +225,17 @@ VALID = {
         "stream": None,
     },
     "sparsemla.HostContext.start": lambda: {"self": host_context(), "plan": plan_of_host(2)},
+    "sparsemla.HostContext.selects": lambda: {
+        "self": host_context(),
+        "plan": plan_of_host(2),
+        "topk": 4,
+    },
+    "sparsemla.HostContext.selected": lambda: {
+        "self": host_context(),
+        "layer_idx": 0,
+        "topk_indices": torch.zeros(2, 4, dtype=torch.int32),
+        "plan": plan_of_host(2),
+    },
     "sparsemla.HostContext.rows": lambda: {"self": started(), "layer_idx": 0, "chunk": 0},
     "sparsemla.slots_of": lambda: {
         "page_table": torch.zeros(2, 2, dtype=torch.int32),
