@@ -270,6 +270,13 @@ class PagedCache:
         """:meth:`fields` for kernels: codes and scales of one byte as uint8."""
         return self.format.stored(self.data, self.scales)
 
+    def stored_bytes(self) -> tuple[Tensor, ...]:
+        """All bytes of the rows, uint8 ``[num_pages, (num_layers,) page_size, n]``.
+
+        Scales that the format keeps apart are a second view.
+        """
+        return self.format.stored_bytes(self.data, self.scales)
+
     def gather(self, slots: Tensor) -> RowFields:
         """The fields ``[..., n]`` of the rows ``slots [...]``.
 

@@ -270,7 +270,7 @@ def resolve_workspace_size(
         TypeError, ValueError: an argument of the wrong kind or out of range.
 
     >>> resolve_workspace_size(1, 2048, 4096)
-    114688
+    122880
     """
     for name, size, least in (
         ("num_requests", num_requests, 0),

@@ -5,7 +5,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from sparsemla.cache import PagedCache, scatter_rows, slots_of
+from sparsemla.cache import PagedCache, slots_of
 from sparsemla.residency import EMPTY, RowTable
 from sparsemla.shards import ContextShard
 
@@ -119,11 +119,10 @@ def fetch_rows(
     inside = (rows >= 0) & (rows < target.num_slots)
     slots, rows = slots[inside], rows[inside]
     valid = (slots >= 0) & (slots < source.num_slots)
-    fields = source.gather(torch.where(valid, slots, 0))
-    for view, field in zip(target.fields(), fields, strict=True):
-        if view is not None and field is not None:
-            field.view(torch.uint8)[~valid] = 0
-            scatter_rows(view, rows, field)
+    slots = torch.where(valid, slots, 0)
+    pages, offsets = slots // source.page_size, slots % source.page_size
+    for of_source, of_target in zip(source.stored_bytes(), target.stored_bytes(), strict=True):
+        of_target[rows, 0] = torch.where(valid[:, None], of_source[pages, offsets], 0)
 
 
 def forget_seats(table: RowTable, seats: Tensor) -> None:

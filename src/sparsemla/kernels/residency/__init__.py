@@ -6,14 +6,17 @@ from sparsemla.kernels.common.table import Kernel, LazyModule, Op
 from sparsemla.kernels.residency.arguments import FetchRows, ForgetSeats, ResolveRows
 
 if TYPE_CHECKING:
-    from sparsemla.kernels.residency import cpu
+    from sparsemla.kernels.residency import cpu, triton
 else:
-    cpu = LazyModule(f"{__name__}.cpu")
+    cpu, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "triton"))
 
 RESOLVE_ROWS = Op(
     "resolve_rows",
     ResolveRows,
-    (Kernel("cpu", lambda: cpu.resolve_rows),),
+    (
+        Kernel("triton", lambda: triton.resolve_rows),
+        Kernel("cpu", lambda: cpu.resolve_rows),
+    ),
     outputs=("out", "counts", "miss_slots", "miss_rows", "miss_counts", "new_counts"),
     mutates=("table", "workspace", "stats"),
 )
@@ -21,7 +24,10 @@ RESOLVE_ROWS = Op(
 FETCH_ROWS = Op(
     "fetch_rows",
     FetchRows,
-    (Kernel("cpu", lambda: cpu.fetch_rows),),
+    (
+        Kernel("triton", lambda: triton.fetch_rows),
+        Kernel("cpu", lambda: cpu.fetch_rows),
+    ),
     # Other rows of the target keep their values, so the definition writes it itself.
     mutates=("target",),
 )
@@ -29,7 +35,10 @@ FETCH_ROWS = Op(
 FORGET_SEATS = Op(
     "forget_seats",
     ForgetSeats,
-    (Kernel("cpu", lambda: cpu.forget_seats),),
+    (
+        Kernel("triton", lambda: triton.forget_seats),
+        Kernel("cpu", lambda: cpu.forget_seats),
+    ),
     mutates=("table",),
 )
 

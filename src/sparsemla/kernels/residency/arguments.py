@@ -55,8 +55,8 @@ def workspace_bytes(num_requests: int, topk: int, rows_per_seat: int, max_query_
     """Bytes that :func:`sparsemla.resolve_rows` uses while it runs.
 
     For each request: copies of its seat, one or, with several tokens, two; for each row who uses
-    it, and the victims before it; and four numbers for each entry of a list.
+    it, and the victims before it; and five numbers for each entry of a list.
     """
     copies = 3 * min(max_query_len, 2)
-    of_request = (copies + 2) * rows_per_seat + 4 * topk
+    of_request = (copies + 2) * rows_per_seat + 5 * topk
     return 4 * num_requests * of_request

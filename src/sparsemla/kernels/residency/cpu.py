@@ -118,12 +118,9 @@ def fetch_rows(call: FetchRows) -> None:
     slots = slots.where(valid, 0)
     pages = slots // source.page_size
     offsets = slots - pages * source.page_size
-    for of_source, of_target in zip(source.stored(), target.stored(), strict=True):
-        if of_source is None or of_target is None:
-            continue
-        width = of_target.shape[-1]
-        for part in cpu.blocks(len(rows), cpu.WORKSPACE_BYTES // (16 * width)):
-            moved = of_source[pages[part], offsets[part], :width]
+    for of_source, of_target in zip(source.stored_bytes(), target.stored_bytes(), strict=True):
+        for part in cpu.blocks(len(rows), cpu.WORKSPACE_BYTES // (4 * of_source.shape[-1])):
+            moved = of_source[pages[part], offsets[part]]
             of_target[rows[part], 0] = moved.where(valid[part, None], 0)
 
 
