@@ -111,6 +111,7 @@ LAYERS = {
         "formats",
         "cache",
         "pooling",
+        "shards",
         "weights",
         "kernels.attention.schedule",
         "kernels.common",
