@@ -115,7 +115,9 @@ LAYERS = {
         "weights",
         "kernels.attention.schedule",
         "kernels.common",
+        "offload",
         "ops",
+        "plan",
     ),
     "sparsemla._api": (
         "cache",

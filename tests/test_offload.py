@@ -239,8 +239,8 @@ def test_bad_arguments():
         allocate(num_pages=0)
     with pytest.raises(ValueError, match=r"layer_idx must be below 2, got 2"):
         allocate().layer(2)
-    with pytest.raises(ValueError, match="device must be a GPU or cpu, got 'meta'"):
-        allocate(device="meta")
+    with pytest.raises(ValueError, match="device must be a GPU or cpu, got 'mps'"):
+        allocate(device="mps")
     with pytest.raises(TypeError, match="group must be a ProcessGroup, got str"):
         allocate(group="all")
 
@@ -261,6 +261,13 @@ def test_attention_refuses_rows_of_the_host():
         out = torch.full((4, 576), -1.0, dtype=torch.bfloat16)
         gather_dequant(rows, table, lens, lens, out=out)
         assert (out[1] == 0).all()
+
+
+def test_a_cache_without_memory():
+    host = allocate(num_pages=1 << 30, device="meta")
+    assert host.layer(1).data.shape == (1 << 30, 64, 656)
+    host.close()
+    assert host.closed
 
 
 def test_a_capsule_has_the_same_memory():

@@ -89,7 +89,8 @@ class HostCache:
         if fmt.scales_in == "tensor":
             scale_bytes = self.page_size * fmt.num_scales * fmt.scale_dtype.itemsize
         self.memory_bytes = math.prod(lead) * (row_bytes + scale_bytes)
-        self._check_room()
+        if self.device.type != "meta":
+            self._check_room()
         self._memories: list[HostMemory] = []
         self._layers: list[HostLayer] = []
         try:
@@ -127,8 +128,8 @@ class HostCache:
             num_pages: pages of each layer.
             page_size: tokens of a page.
             num_layers: number of layers.
-            device: a GPU, or ``cpu`` for plain tensors by the same code; default torch's default
-                device.
+            device: a GPU; ``cpu`` for plain tensors by the same code, ``meta`` for tensors without
+                memory; default torch's default device.
             group: ranks that allocate together, each its own cache. They take turns, because
                 registrations of several processes at once stall a host, and all have a cache or
                 none. A group of gloo waits without a GPU. Its timeout must cover all turns.
@@ -170,7 +171,7 @@ class HostCache:
     @property
     def closed(self) -> bool:
         """Whether the memory was released."""
-        return not self._memories
+        return not self._layers
 
     def layer(self, layer_idx: int) -> HostLayer:
         """The rows of a layer: on a GPU, a CUDA tensor over host memory.
@@ -217,6 +218,8 @@ class HostCache:
 
     def _take(self, num_layers: int, num_pages: int, page_bytes: int) -> Tensor:
         """Memory ``[num_layers, num_pages, page_bytes]``, uint8, as the device sees it."""
+        if self.device.type == "meta":
+            return torch.empty(num_layers, num_pages, page_bytes, dtype=torch.uint8, device="meta")
         memory = HostMemory(num_layers * num_pages * page_bytes)
         self._memories.append(memory)
         seen = memory.bytes
@@ -1017,7 +1020,8 @@ class _ChunkLengths(NamedTuple):
 
     @classmethod
     def of(cls, chunk: PrefillChunk, queries: Tensor) -> _ChunkLengths:
-        new, starts = queries[chunk.requests], chunk.workspace_starts
+        # Copies, which begin aligned, so that all chunks have the same kernels.
+        new, starts = queries[chunk.requests].clone(), chunk.workspace_starts.clone()
         contexts = chunk.seq_lens - new
         return cls(
             chunk.num_workspace_rows, chunk.page_table, starts, contexts, starts + contexts, new
@@ -1028,10 +1032,10 @@ def _indexed(device: torch.device | str) -> torch.device:
     """The device with its number.
 
     Raises:
-        ValueError: neither a GPU nor a CPU.
+        ValueError: neither a GPU, a CPU, nor torch's device without memory.
     """
     device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"device must be a GPU or cpu, got {str(device)!r}")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())

@@ -27,6 +27,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat, as_format
 from sparsemla.kernels.attention.schedule import converts_first
 from sparsemla.kernels.common.device import meta_means, num_multiprocessors
+from sparsemla.offload import HostCache, HostContext, HotRows
 from sparsemla.ops import (
     entry_slots,
     fused_indexer_rope_quant,
@@ -42,6 +43,7 @@ from sparsemla.ops import (
     to_slots,
     visible_slots,
 )
+from sparsemla.plan import Plan, plan_batch, plan_on_device
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.shards import ContextShard
 from sparsemla.validation import check_device, check_integer, check_kind
@@ -85,6 +87,10 @@ class Serving:
         table_width: columns of the page table; default as many as ``max_seq_len`` needs.
         converts: prefills may read a workspace of :func:`sparsemla.prefill_workspace_rows`.
         allow_fp8_mma: these prefills permit FP8 MMAs.
+        rows_per_seat: with latent rows in host memory, hot rows of a request and layer, as
+            :class:`sparsemla.HotRows` has them; None if the GPU keeps all rows.
+        context_rows: with rows in host memory, the ``max_rows`` of
+            :class:`sparsemla.HostContext`; default ``max_seq_len``.
         num_pages: of each cache; None if it is not known yet.
         page_stride: elements between pages of the latent cache; None if pages are adjacent.
         index_page_stride: the same of the indexer's keys.
@@ -123,6 +129,8 @@ class Serving:
     table_width: int | None = None
     converts: bool = True
     allow_fp8_mma: bool = False
+    rows_per_seat: int | None = None
+    context_rows: int | None = None
     num_pages: int | None = None
     page_stride: int | None = None
     index_page_stride: int | None = None
@@ -149,6 +157,15 @@ class Serving:
         check_kind("allow_fp8_mma", self.allow_fp8_mma, bool)
         if self.query_pitch is not None:
             check_integer("query_pitch", self.query_pitch, ROPE_DIM)
+        for name in ("rows_per_seat", "context_rows"):
+            if (size := getattr(self, name)) is not None:
+                check_integer(name, size, 1)
+        least = self.max_query_len * self.topk
+        if self.rows_per_seat is not None and self.rows_per_seat < least:
+            raise ValueError(
+                f"rows_per_seat must be at least {least}, as {self.max_query_len} tokens of a "
+                f"decode may select {self.topk} rows each, got {self.rows_per_seat}"
+            )
         check_kind("ratios", self.ratios, tuple)
         for ratio in self.ratios:
             check_integer("ratios", ratio)
@@ -156,6 +173,8 @@ class Serving:
             check_integer(name, getattr(self, name), 1)
         if self.shard is not None:
             check_kind("shard", self.shard, ContextShard)
+        if self.ratios and self.rows_per_seat is not None:
+            raise ValueError("rows_per_seat must be None with ratios, whose rows are entries")
         if self.ratios and self.cache_format is None:
             raise ValueError("cache_format must be given with ratios, got None")
 
@@ -440,6 +459,9 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
     if serving.cache_format is None:
         return
     _sizes(of(_find_slots), serving.max_tokens)
+    if serving.rows_per_seat is not None:
+        _search_host(serving, kernels_of)
+        return
     for cache in serving.caches(serving.cache_format, serving.page_stride):
         rows = _flat(cache)
         _sizes(of(_decode, rows), serving.max_decodes, every=EVERY)
@@ -653,6 +675,103 @@ def _convert(serving: Serving, cache: PagedCache, start: int, requests: int) -> 
         out=_empty(end, heads, fmt.value_dim, dtype=torch.bfloat16)[start:],
         lse=_empty(end, heads, dtype=torch.float32)[start:],
     )
+
+
+def _search_host(serving: Serving, kernels_of: KernelsOf) -> None:
+    """Run attention of decodes over hot rows, and of prefills over rows from the host."""
+    fmt = cast(CacheFormat, serving.cache_format)
+
+    def search(step: Callable[..., object], *arguments: object, limit: int, every: int = 4) -> None:
+        _sizes(
+            lambda size: kernels_of(functools.partial(step, serving, *arguments, size)),
+            limit,
+            every=every,
+        )
+
+    for pages in [cache.num_pages for cache in serving.caches(fmt, None)]:
+        host = HostCache.allocate(fmt, pages, serving.page_size, num_layers=2, device="meta")
+        context = HostContext(host, max_rows=serving.context_rows or serving.max_seq_len)
+        for start in (0, 1, 2):
+            search(_prefill_contexts, context, start, limit=serving.max_requests)
+    # Fetches do not see the number of pages.
+    search(_prefill_selected, context, limit=serving.max_tokens)
+    hot = HotRows(
+        host,
+        seats=serving.max_requests,
+        rows_per_seat=cast(int, serving.rows_per_seat),
+        topk=serving.topk,
+        query_len=serving.max_query_len,
+        leaders=(0, 0),
+    )
+    search(_resolve, hot, limit=serving.max_decodes)
+    search(_decode, hot.layer(0), limit=serving.max_decodes, every=EVERY)
+
+
+def _host_plan(serving: Serving, tokens: int, max_query_len: int) -> Plan:
+    requests = min(tokens, serving.max_requests)
+    return plan_on_device(
+        _empty(requests),
+        _empty(requests),
+        _page_table(serving, requests, serving.columns),
+        page_size=serving.page_size,
+        num_tokens=tokens,
+        max_query_len=max_query_len,
+    )
+
+
+def _resolve(serving: Serving, hot: HotRows, tokens: int) -> None:
+    """Resolve and fetch for a leader and for its follower."""
+    plan = _host_plan(serving, tokens, serving.max_query_len)
+    hot.forget([0])
+    for layer in range(2):
+        hot.resolve(layer, _empty(tokens, serving.topk), plan, _empty(plan.num_requests))
+
+
+def _prefill_selected(serving: Serving, context: HostContext, tokens: int) -> None:
+    """Prefills over the rows that they select."""
+    plan = _host_plan(serving, tokens, tokens)
+    for piece, rows, _ in context.selected(0, _empty(tokens, serving.topk), plan):
+        _prefill(serving, rows, piece.stop - piece.start)
+
+
+def _prefill_contexts(serving: Serving, context: HostContext, start: int, requests: int) -> None:
+    """Prefills over whole contexts, behind ``start`` decodes of one token."""
+    if start + requests > serving.max_requests:
+        return
+    lengths = [1] * start + [serving.max_query_len + 1] * requests
+    plan = plan_batch(
+        lengths,
+        lengths,
+        _page_table(serving, len(lengths), serving.columns),
+        page_size=serving.page_size,
+        workspace_rows=context.max_rows,
+        decode_threshold=serving.max_query_len,
+    )
+    prefills, fmt, tokens = plan.prefills, cast(CacheFormat, serving.cache_format), plan.num_tokens
+    slots = to_slots(
+        _empty(tokens, serving.topk)[start:],
+        prefills.page_table,
+        prefills.request_ids,
+        page_size=serving.page_size,
+        workspace_starts=prefills.workspace_starts,
+        prefill_request_ids=prefills.prefill_request_ids,
+    )
+    q, q_rope = _queries(serving, fmt, tokens)
+    out = _empty(tokens, serving.num_heads, fmt.value_dim, dtype=torch.bfloat16)
+    lse = _empty(tokens, serving.num_heads, dtype=torch.float32)
+    context.start(prefills)
+    for layer, (number, chunk) in itertools.product(range(2), enumerate(prefills.prefill_chunks)):
+        of_chunk = slice(start + chunk.tokens.start, start + chunk.tokens.stop)
+        sparse_prefill(
+            q[of_chunk],
+            context.rows(layer, number),
+            slots[chunk.tokens],
+            q_rope=None if q_rope is None else q_rope[of_chunk],
+            softmax_scale=1.0,
+            allow_fp8_mma=serving.allow_fp8_mma,
+            out=out[of_chunk],
+            lse=lse[of_chunk],
+        )
 
 
 def _search_compressed(serving: Serving, kernels_of: KernelsOf) -> None:
