@@ -144,14 +144,22 @@ class HostBatcher(Batcher):
         super().__init__(model, pool, max_requests=MAX_REQUESTS, workspace_rows=rows)
 
     def inputs(self, batch: Sequence[Request], tokens: Sequence[int]) -> dict[str, Tensor]:
-        """With the seat of each request; one that sits down finds a seat without rows."""
-        self.seats = {each: seat for each, seat in self.seats.items() if each in self.running}
+        """With the seat of each request; one that sits down finds a seat without rows.
+
+        Requests with more than one token to compute go without: a prompt's rows do not pass
+        through hot rows, which would keep older ones.
+        """
+        self.seats = {
+            each: seat
+            for each, seat in self.seats.items()
+            if each in self.running and each.num_pending == 1
+        }
         free = [seat for seat in range(MAX_REQUESTS) if seat not in self.seats.values()]
-        fresh = [request for request in batch if request not in self.seats]
+        fresh = [each for each in batch if each not in self.seats and each.num_pending == 1]
         taken = dict(zip(fresh, free, strict=False))
         self.seats |= taken
         self.hot.forget(list(taken.values()))
-        seats = [self.seats[request] for request in batch] or [0]
+        seats = [self.seats.get(request, -1) for request in batch] or [-1]
         seats = torch.tensor(seats, dtype=torch.int32, device=self.model.device)
         return super().inputs(batch, tokens) | {"seats": seats}
 

@@ -78,7 +78,7 @@ class Lives:
         self.free_pages = list(range(NUM_PAGES))
         self.free_seats = list(range(SEATS))
         self.requests = []
-        self.events = dict.fromkeys(("came", "left", "rolled back", "steps"), 0)
+        self.events = dict.fromkeys(("came", "left", "rolled back", "prefills", "steps"), 0)
 
     def step(self, plan, rows, chosen, q, seats):
         """Each layer's attention over both caches."""
@@ -162,12 +162,33 @@ class Lives:
         self.free_seats.insert(0, request.seat)
         self.events["left"] += 1
 
+    def prefill(self):
+        """A request goes back some tokens and writes them anew, without its hot rows."""
+        request = self.random.choice(self.requests)
+        new = int(self.random.integers(1, 5))
+        before = max(request.context - new, 1)
+        positions = np.arange(before, request.context)
+        slots = torch.from_numpy(np.array(request.pages)[positions // PAGE_SIZE] * PAGE_SIZE)
+        slots = (slots + torch.from_numpy(positions % PAGE_SIZE)).to(self.device)
+        for layer in range(len(self.leaders)):
+            rows = torch.randn(len(positions), 576).to(self.device)
+            for cache in (self.resident.layer(layer), self.host.layer(layer)):
+                cache.write(slots, rows)
+        if self.random.random() < 0.5:
+            self.hot.truncate([request.seat], [before])
+        else:
+            values = (torch.tensor(v, device=self.device) for v in ([request.seat], [before]))
+            self.hot.truncate(*values)
+        self.events["prefills"] += 1
+
     def live(self):
         """One step; returns what attention over both caches gave."""
         if not self.requests or self.random.random() < 0.15:
             self.come()
         elif self.random.random() < 0.08:
             self.leave()
+        if self.requests and self.random.random() < 0.1:
+            self.prefill()
         batch = [r for r in self.requests if self.random.random() < 0.8] or self.requests[:1]
         for request in [*batch]:
             needed = -(-(request.context + self.query_len) // PAGE_SIZE) - len(request.pages)
@@ -209,6 +230,7 @@ def test_every_step_has_the_bits_of_a_resident_cache(device, format, query_len, 
     events, stats = lives.events, lives.hot.stats()
     assert events["came"] > SEATS
     assert events["left"] > 0
+    assert events["prefills"] > 5
     assert query_len == 1 or events["rolled back"] > 10
     assert 0.2 < stats.hits / (stats.hits + stats.misses) < 0.95
     assert stats.bytes % format.bytes_per_token == 0
@@ -315,7 +337,7 @@ def host_cache(num_layers=2, format=FP8_DS_MLA):
 
 
 def plan_of(*lens, query_len=1):
-    pages = torch.arange(16, dtype=torch.int32).view(len(lens), -1)
+    pages = torch.arange(16 // len(lens) * len(lens), dtype=torch.int32).view(len(lens), -1)
     return plan_batch(
         [query_len] * len(lens),
         lens,
@@ -485,6 +507,32 @@ def test_a_seat_on_the_device_is_forgotten_in_all_layers():
     for layer in range(3):
         hot.resolve(layer, *step)
     assert hot.stats()[:2] == (6, 12)
+
+
+def test_seats_are_truncated_one_by_one():
+    hot = HotRows(host_cache(3), seats=3, rows_per_seat=12, topk=TOPK)
+    chosen = lists([3, 6, 9], [3, 6, 9], [3, 6, 9])
+    step = chosen, plan_of(10, 10, 10), seats_of(0, 1, 2)
+    for layer in range(3):
+        hot.resolve(layer, *step)
+    hot.truncate(torch.tensor([1, 3, -1, 0]), torch.tensor([6, 0, 0, 7]))
+    for layer in range(3):
+        hot.resolve(layer, *step)
+    # 9 is a token of the step each time; seat 1 lost 6 too.
+    assert hot.stats()[:2] == (3 * (2 + 1 + 2), 3 * 9 + 3 * (1 + 2 + 1))
+    with pytest.raises(ValueError, match=r"lengths must have shape \[2\] like seats, got \[1\]"):
+        hot.truncate([0, 1], [4])
+    with pytest.raises(ValueError, match="seats must be below 3, got 3"):
+        hot.truncate([3], [4])
+
+
+def test_a_shard_truncates_to_its_own_length():
+    plan = plan_of(40)
+    hot = HotRows(host_cache(), seats=1, rows_per_seat=8, topk=TOPK, shard=ContextShard(1, 2))
+    for expected in ((0, 3), (2, 4)):  # of 1, 21 and 31, the last is dropped
+        hot.resolve(0, lists([1, 21, 31]), plan, seats_of(0))
+        assert hot.stats()[:2] == expected
+        hot.truncate([0], [31])
 
 
 def test_a_shard_resolves_its_own_part():

@@ -218,6 +218,7 @@ VALID = {
     },
     "sparsemla.HotRows.layer": lambda: {"self": hot_rows(), "layer_idx": 0},
     "sparsemla.HotRows.forget": lambda: {"self": hot_rows(), "seats": [0]},
+    "sparsemla.HotRows.truncate": lambda: {"self": hot_rows(), "seats": [0], "lengths": [3]},
     "sparsemla.HostContext": lambda: {
         "host": HostCache.allocate(**host_arguments()),
         "max_rows": 8,

@@ -31,7 +31,7 @@ from sparsemla.ops.residency import (
 )
 from sparsemla.pinned import OS_PAGE, HostMemory, alias, available_bytes
 from sparsemla.plan import HostInts, Plan, PrefillChunk, host_ints
-from sparsemla.residency import RowTable
+from sparsemla.residency import EMPTY, RowTable
 from sparsemla.shards import ContextShard
 from sparsemla.validation import LIMIT, check_device, check_integer, check_integers, check_kind
 
@@ -275,7 +275,8 @@ class HotRows:
     the least recently used. Attention over :meth:`layer` has the bits of attention over a cache on
     the GPU: the same rows in the same order. Rows at or beyond a request's context are dropped
     first, so rejected drafts and rollbacks need no call. :meth:`forget` a seat when another request
-    takes it.
+    takes it. A step that writes rows of a request without ``resolve``, such as a prefill, must
+    :meth:`truncate` its seat to the context before the step.
 
     The order of a layer in a step is: write the tokens' rows to ``host.layer(l)``, select, call
     ``resolve``, compute the queries, and attend to ``layer(l)``. From ``resolve`` on, the search
@@ -566,22 +567,56 @@ class HotRows:
             self._unresolved.clear()
             self._waited.clear()
             seats = range(self.seats)
-        if not isinstance(seats, Tensor) or seats.device != self.device:
-            numbers = host_ints("seats", seats)
-            if numbers.size and numbers.max() >= self.seats:
-                raise ValueError(f"seats must be below {self.seats}, got {numbers.max()}")
-            staging = torch.from_numpy(numbers)
-            staging = staging.pin_memory() if self.device.type == "cuda" else staging
-            seats = staging.to(self.device, non_blocking=True)
-        check_integers("seats", seats)
-        if seats.dim() != 1 or seats.device != self.device:
-            raise ValueError(
-                f"seats must have shape [n] on {self.device}, got {list(seats.shape)} on "
-                f"{seats.device}"
-            )
-        inside = (seats >= 0) & (seats < self.seats)
+        inside, seats = self._checked_seats(seats)
         of_leaders = torch.where(inside, seats + self._first_seats, -1)
         forget_seats(self._table, of_leaders.flatten().int())
+
+    def truncate(self, seats: HostInts, lengths: HostInts) -> None:
+        """Drop the rows of seats at or beyond a length, without waiting for the device.
+
+        ``resolve`` does so itself. Where rows are written in a step without it, those of an earlier
+        life of their positions would stay: of a rejected draft, or from before a rollback.
+
+        Args:
+            seats: as for :meth:`forget`, no two the same.
+            lengths: ``[n]``, tokens of each request before the step, on the host or the device.
+
+        Raises:
+            TypeError, ValueError: seats or lengths that are not integers, seats out of range on the
+                host, or another number of lengths.
+        """
+        inside, seats = self._checked_seats(seats)
+        lengths = self._on_device("lengths", lengths)
+        if lengths.shape != seats.shape:
+            raise ValueError(
+                f"lengths must have shape {list(seats.shape)} like seats, got {list(lengths.shape)}"
+            )
+        if self._shard is not None:
+            lengths = self._shard.lengths(lengths)
+        # Those out of range have a place of their own, behind all seats.
+        limits = torch.full((self.seats + 1,), EMPTY, dtype=torch.int64, device=self.device)
+        limits.scatter_(0, torch.where(inside, seats, self.seats).long(), lengths.long())
+        keys = self._table.keys.view(-1, self.seats, self.rows_per_seat)
+        keys.masked_fill_(keys >= limits[:-1, None], EMPTY)
+
+    def _checked_seats(self, seats: HostInts) -> tuple[Tensor, Tensor]:
+        """Which seats exist, and the seats, on the device."""
+        on_device = self._on_device("seats", seats, self.seats)
+        return (on_device >= 0) & (on_device < self.seats), on_device
+
+    def _on_device(self, name: str, values: HostInts, below: int = LIMIT) -> Tensor:
+        """Integers on the device; those of the host are checked."""
+        if not isinstance(values, Tensor) or values.device != self.device:
+            numbers = host_ints(name, values)
+            if numbers.size and numbers.max() >= below:
+                raise ValueError(f"{name} must be below {below}, got {numbers.max()}")
+            staging = torch.from_numpy(numbers)
+            staging = staging.pin_memory() if self.device.type == "cuda" else staging
+            values = staging.to(self.device, non_blocking=True)
+        check_integers(name, values)
+        if values.dim() != 1:
+            raise ValueError(f"{name} must have shape [n], got {list(values.shape)}")
+        return values.long() if values.dtype == torch.uint32 else values
 
     def stats(self) -> HotStats:
         """Hits, misses and fetched bytes so far; waits for the device."""
