@@ -70,7 +70,7 @@ def install_driver(monkeypatch, cudart):
     monkeypatch.setattr(offload, "check_device", lambda name, device: None)
     monkeypatch.setattr(offload, "alias", lambda rows, device: rows)
     monkeypatch.setattr(pinned, "_forget_error", clear)
-    monkeypatch.setattr(pinned, "MAX_PIECE", 200_000)
+    monkeypatch.setattr(pinned, "MAX_PIECE", 300_000)
     return cudart
 
 
