@@ -92,40 +92,16 @@ def _named(position, LAST: tl.constexpr):
     return tl.where((position >= 0) & (position < LAST), position, -1).to(tl.int32)
 
 
-class Results(NamedTuple):
-    """The outputs of ``resolve_rows`` as its kernel takes them, with their strides."""
-
-    out: Tensor
-    out_token: int
-    out_part: int
-    counts: Tensor
-    counts_token: int
-    miss_slots: Tensor
-    miss_slots_token: int
-    miss_rows: Tensor
-    miss_rows_token: int
-    miss_counts: Tensor
-    new_counts: Tensor
+@triton.jit
+def _pair(first, second):
+    """Two conditions as numbers to be added in one sum."""
+    return first.to(tl.int64) + (second.to(tl.int64) << 32)
 
 
 @triton.jit
-def _clear(token, results, topk, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The results of a token without a list."""
-    number = token + tl.zeros([], tl.int64)
-    out = results.out + number * results.out_token
-    slots = results.miss_slots + number * results.miss_slots_token
-    rows = results.miss_rows + number * results.miss_rows_token
-    for start in range(0, topk, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        nothing = tl.full([BLOCK], -1, tl.int32)
-        for part in tl.static_range(PARTS):
-            tl.store(out + part * results.out_part + at, nothing, mask=at < topk)
-        tl.store(slots + at, nothing, mask=at < topk)
-        tl.store(rows + at, nothing, mask=at < topk)
-    for part in tl.static_range(PARTS):
-        tl.store(results.counts + number * results.counts_token + part, 0)
-    tl.store(results.miss_counts + number, 0)
-    tl.store(results.new_counts + number, 0)
+def _parts(total):
+    """Both sums of :func:`_pair`."""
+    return (total & 0x7FFFFFFF).to(tl.int32), (total >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -145,15 +121,39 @@ def _length_of(rank, length, NUM_RANKS: tl.constexpr, INTERLEAVE: tl.constexpr):
     return length
 
 
+# Without alignments every block has one layout, and none must be exchanged between threads; so one
+# kernel also takes any sizes.
 @triton.jit(
     do_not_specialize=[
+        "indices_token",
         "table_width",
+        "table_stride",
+        "keys_seat",
+        "rows_seat",
+        "order_seat",
+        "out_token",
+        "out_part",
+        "counts_token",
+        "slots_token",
+        "miss_rows_token",
         "num_tokens",
         "num_requests",
         "num_seats",
+        "topk",
+        "per_seat",
         "max_query_len",
         "rank",
-    ]
+    ],
+    do_not_specialize_on_alignment=[
+        "indices",
+        "table_keys",
+        "table_rows",
+        "table_order",
+        "out",
+        "miss_slots",
+        "miss_rows",
+        "workspace",
+    ],
 )
 def _resolve_kernel(
     indices,
@@ -170,7 +170,17 @@ def _resolve_kernel(
     rows_seat,
     table_order,
     order_seat,
-    results,
+    out,
+    out_token,
+    out_part,
+    counts,
+    counts_token,
+    miss_slots,
+    slots_token,
+    miss_rows,
+    miss_rows_token,
+    miss_counts,
+    new_counts,
     stats,
     workspace,
     num_tokens,
@@ -208,7 +218,18 @@ def _resolve_kernel(
         other = request + (i - padding) * tl.num_programs(0)
         other = tl.where(other < before, other, other - before + behind)
         token = tl.where(i < padding, first + num_resolved + i, other)
-        _clear(token, results, topk, PARTS, BLOCK)
+        number = token + tl.zeros([], tl.int64)
+        for start in range(0, topk, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            nothing = tl.full([BLOCK], -1, tl.int32)
+            for part in tl.static_range(PARTS):
+                tl.store(out + number * out_token + part * out_part + at, nothing, mask=at < topk)
+            tl.store(miss_slots + number * slots_token + at, nothing, mask=at < topk)
+            tl.store(miss_rows + number * miss_rows_token + at, nothing, mask=at < topk)
+        for part in tl.static_range(PARTS):
+            tl.store(counts + number * counts_token + part, 0)
+        tl.store(miss_counts + number, 0)
+        tl.store(new_counts + number, 0)
     if num_resolved == 0:
         return
 
@@ -234,21 +255,21 @@ def _resolve_kernel(
     own = missed_places + topk
 
     # 0: the seat, without positions that this step writes
-    held = tl.zeros([BLOCK_ROWS], tl.int32)
-    stale = tl.zeros([BLOCK_ROWS], tl.int32)
+    kept_and_stale = tl.zeros(
+        [BLOCK_ROWS], tl.int64
+    )  # positions that are kept, and those that are dropped
     for start in range(0, per_seat, BLOCK_ROWS):
         at = start + tl.arange(0, BLOCK_ROWS)
         inside = at < per_seat
         key = tl.load(table_keys + at, mask=inside, other=LAST)
         row = tl.load(table_rows + at, mask=inside, other=0)
         kept = key < context
-        held += kept.to(tl.int32)
-        stale += ((key >= context) & (key < LAST)).to(tl.int32)
+        kept_and_stale += _pair(kept, (key >= context) & (key < LAST))
         tl.store(copy + at, tl.where(kept, key, LAST), mask=inside)
         tl.store(copy + per_seat + at, row, mask=inside)
         tl.store(marks + row, (key >= context).to(tl.int32), mask=inside & is_slot(row, per_seat))
-    num_empty = per_seat - tl.sum(held)
-    num_stale = tl.sum(stale)
+    num_kept, num_stale = _parts(tl.sum(kept_and_stale))
+    num_empty = per_seat - num_kept
     tl.debug_barrier()
     empty_before = 0
     for start in range(0, per_seat, BLOCK_ROWS):
@@ -269,9 +290,9 @@ def _resolve_kernel(
     for i in range(num_resolved):
         number = first + i + tl.zeros([], tl.int64)
         listed = indices + number * indices_token
-        to = results.out + number * results.out_token
-        to_slots = results.miss_slots + number * results.miss_slots_token
-        to_rows = results.miss_rows + number * results.miss_rows_token
+        to = out + number * out_token
+        to_slots = miss_slots + number * slots_token
+        to_rows = miss_rows + number * miss_rows_token
         # The seat after this token: in the table, or in the copy that this token does not read.
         new_keys, new_rows, new_order = table_keys, table_rows, table_order
         if COPIES > 1:  # noqa: SIM102 (known to the compiler)
@@ -281,17 +302,16 @@ def _resolve_kernel(
                 new_order = new_rows + per_seat
 
         # The rank's entries of a list that ascends
-        wrong = tl.zeros([BLOCK], tl.int32)
-        owned = tl.zeros([BLOCK], tl.int32)
+        listed_and_wrong = tl.zeros([BLOCK], tl.int64)
         for start in range(0, topk, BLOCK):
             at = start + tl.arange(0, BLOCK)
             position = _named(tl.load(listed + at, mask=at < topk, other=-1), LAST)
             after = _named(tl.load(listed + at + 1, mask=at + 1 < topk, other=-1), LAST)
-            wrong |= ((after >= 0) & ((position < 0) | (position >= after))).to(tl.int32)
+            wrong = (after >= 0) & ((position < 0) | (position >= after))
             local = _local(position, rank, NUM_RANKS, INTERLEAVE)
-            owned += ((local >= 0) & (local < capacity)).to(tl.int32)
-        num_listed = tl.sum(owned)
-        if tl.max(wrong) > 0:
+            listed_and_wrong += _pair((local >= 0) & (local < capacity), wrong)
+        num_listed, num_wrong = _parts(tl.sum(listed_and_wrong))
+        if num_wrong > 0:
             num_listed = 0
         if NUM_RANKS > 1:
             owned_before = 0
@@ -306,7 +326,8 @@ def _resolve_kernel(
         tl.debug_barrier()
 
         # 1: hits and misses
-        hits, misses, new = 0, 0, 0
+        misses = 0
+        hits_and_new = tl.zeros([BLOCK], tl.int64)  # hits, and misses of this step's own positions
         for start in range(0, num_listed, BLOCK):
             at = start + tl.arange(0, BLOCK)
             inside = at < num_listed
@@ -333,44 +354,49 @@ def _resolve_kernel(
             tl.store(missed_places + miss, place, mask=missed == 1)
             entry = tl.where(hit, row, tl.where(missed == 1, -2 - miss, -1))
             tl.store(found_at + at, entry, mask=inside)
-            hits += tl.sum(hit.to(tl.int32))
+            hits_and_new += _pair(hit, (missed == 1) & (position >= context))
             misses += tl.sum(missed)
-            new += tl.sum(((missed == 1) & (position >= context)).to(tl.int32))
+        hits, new = _parts(tl.sum(hits_and_new))
         tl.debug_barrier()
 
         # 2: victims, and the order of the other rows
-        unused_before, kept_before = 0, 0
+        unused_before, others_before = 0, 0
         for start in range(0, per_seat, BLOCK_ROWS):
             at = start + tl.arange(0, BLOCK_ROWS)
             inside = at < per_seat
             row = tl.load(order + at, mask=inside, other=0)
             inside &= is_slot(row, per_seat)
             mark = tl.load(marks + row, mask=inside, other=2)
-            unused = (inside & (mark < 2)).to(tl.int32)
-            miss = unused_before + tl.cumsum(unused) - unused
-            victim = (unused == 1) & (miss < misses)
+            unused, other = inside & (mark < 2), inside & (mark != 2 * i + 2)
+            # Two counts up to BLOCK, in one scan
+            counted = unused.to(tl.int32) + (other.to(tl.int32) << 16)
+            ends = tl.cumsum(counted)
+            miss = unused_before + (ends & 0xFFFF) - unused.to(tl.int32)
+            victim = unused & (miss < misses)
             tl.store(victims + miss, row, mask=victim)
             tl.store(marks + row, tl.zeros([BLOCK_ROWS], tl.int32) + (2 * i + 3), mask=victim)
-            kept = (inside & (mark != 2 * i + 2) & ~victim).to(tl.int32)
-            place = kept_before + tl.cumsum(kept) - kept
-            tl.store(new_order + place, row, mask=kept == 1)
-            unused_before += tl.sum(unused)
-            kept_before += tl.sum(kept)
+            place = others_before + (ends >> 16) - other.to(tl.int32) - tl.minimum(miss, misses)
+            tl.store(new_order + place, row, mask=other & ~victim & is_slot(place, per_seat))
+            total = tl.sum(counted)
+            unused_before += total & 0xFFFF
+            others_before += total >> 16
         num_victims = tl.minimum(misses, unused_before)
         tl.debug_barrier()
 
         # 3: results, and the list's rows as the last ones of the order
-        placed = kept_before
+        last, without_before = others_before - num_victims, 0
         for start in range(0, topk, BLOCK):
             at = start + tl.arange(0, BLOCK)
             entry = tl.load(found_at + at, mask=at < num_listed, other=-1)
             miss = -2 - entry
             row = tl.load(victims + miss, mask=(miss >= 0) & (miss < num_victims), other=-1)
             row = tl.where(entry >= 0, entry, row)
-            resolved = (row >= 0).to(tl.int32)
-            place = placed + tl.cumsum(resolved) - resolved
-            tl.store(new_order + place, row, mask=(resolved == 1) & is_slot(place, per_seat))
-            placed += tl.sum(resolved)
+            place = last + at
+            if hits + num_victims < num_listed:  # some have no page
+                without = ((row < 0) & (at < num_listed)).to(tl.int32)
+                place -= without_before + tl.cumsum(without) - without
+                without_before += tl.sum(without)
+            tl.store(new_order + place, row, mask=(row >= 0) & is_slot(place, per_seat))
             result = tl.where(row >= 0, first_row + row, -1)
             if PARTS == 1:
                 tl.store(to + at, result, mask=at < topk)
@@ -381,13 +407,13 @@ def _resolve_kernel(
             tl.store(to_rows + at, goes_to, mask=at < topk)
             behind_misses = (at >= misses) & (at < topk)
             tl.store(to_slots + at, tl.full([BLOCK], -1, tl.int32), mask=behind_misses)
-        to_counts = results.counts + number * results.counts_token
+        to_counts = counts + number * counts_token
         if PARTS == 1:
             tl.store(to_counts, num_listed)
         else:
             tl.debug_barrier()
             for part in tl.static_range(PARTS):
-                to_part = to + part * results.out_part
+                to_part = to + part * out_part
                 part_before = 0
                 for start in range(0, num_listed, BLOCK):
                     at = start + tl.arange(0, BLOCK)
@@ -407,8 +433,8 @@ def _resolve_kernel(
                     rest = (at >= part_before) & (at < topk)
                     tl.store(to_part + at, tl.full([BLOCK], -1, tl.int32), mask=rest)
                 tl.store(to_counts + part, part_before)
-        tl.store(results.miss_counts + number, num_victims)
-        tl.store(results.new_counts + number, new)
+        tl.store(miss_counts + number, num_victims)
+        tl.store(new_counts + number, new)
         num_hits += hits
         num_misses += num_victims
 
@@ -478,19 +504,17 @@ def resolve_rows(call: ResolveRows) -> None:
         table.rows.stride(0),
         table.order,
         table.order.stride(0),
-        Results(
-            out,
-            out.stride(0),
-            out.stride(1) if num_parts > 1 else 0,
-            call.counts,
-            call.counts.stride(0),
-            call.miss_slots,
-            call.miss_slots.stride(0),
-            call.miss_rows,
-            call.miss_rows.stride(0),
-            call.miss_counts,
-            call.new_counts,
-        ),
+        out,
+        out.stride(0),
+        out.stride(1) if num_parts > 1 else 0,
+        call.counts,
+        call.counts.stride(0),
+        call.miss_slots,
+        call.miss_slots.stride(0),
+        call.miss_rows,
+        call.miss_rows.stride(0),
+        call.miss_counts,
+        call.new_counts,
         call.stats,
         workspace.view(torch.int32),
         num_tokens,
