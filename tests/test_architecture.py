@@ -99,6 +99,7 @@ LAYERS = {
         "formats",
         "cache",
         "pooling",
+        "shards",
         "weights",
         "kernels.attention.schedule",
         "kernels.common",

@@ -239,6 +239,7 @@ VALID = {
     "sparsemla.Serving": lambda: (
         fields_of(Serving(FP8_DS_MLA), Serving.__dataclass_fields__)
         | {"table_width": 2560, "num_pages": 9, "page_stride": 64 * 656, "index_page_stride": 8448}
+        | {"shard": ContextShard(1, 2)}
     ),
     "sparsemla.plan_batch": plan_arguments,
     "sparsemla.plan_on_device": lambda: {

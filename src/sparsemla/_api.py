@@ -117,6 +117,7 @@ __all__ = [
     "merge_topk",
     "merge_workspace_size",
     "mla_softmax_scale",
+    "own_positions",
     "plan_batch",
     "plan_on_device",
     "pool_windows",
