@@ -226,7 +226,7 @@ def _check_values(
     """Check the values of lists, offsets, lengths and seats."""
     lowest = torch.iinfo(seats.dtype).min  # any negative seat is padding
     check.values("seats", seats, lowest, table.num_seats)
-    taken = sorted(seats[seats >= 0].tolist())
+    taken = sorted(seats[(seats >= 0) & (seq_lens > 0)].tolist())
     for seat, other in itertools.pairwise(taken):
         if seat == other:
             raise ValueError(f"{check.op}: seats must not occur twice, got {seat} twice")

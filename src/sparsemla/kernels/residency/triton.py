@@ -255,21 +255,18 @@ def _resolve_kernel(
     own = missed_places + topk
 
     # 0: the seat, without positions that this step writes
-    kept_and_stale = tl.zeros(
-        [BLOCK_ROWS], tl.int64
-    )  # positions that are kept, and those that are dropped
+    held = tl.zeros([BLOCK_ROWS], tl.int32)
     for start in range(0, per_seat, BLOCK_ROWS):
         at = start + tl.arange(0, BLOCK_ROWS)
         inside = at < per_seat
         key = tl.load(table_keys + at, mask=inside, other=LAST)
         row = tl.load(table_rows + at, mask=inside, other=0)
         kept = key < context
-        kept_and_stale += _pair(kept, (key >= context) & (key < LAST))
+        held += kept.to(tl.int32)
         tl.store(copy + at, tl.where(kept, key, LAST), mask=inside)
         tl.store(copy + per_seat + at, row, mask=inside)
         tl.store(marks + row, (key >= context).to(tl.int32), mask=inside & is_slot(row, per_seat))
-    num_kept, num_stale = _parts(tl.sum(kept_and_stale))
-    num_empty = per_seat - num_kept
+    num_empty = per_seat - tl.sum(held)
     tl.debug_barrier()
     empty_before = 0
     for start in range(0, per_seat, BLOCK_ROWS):
@@ -277,7 +274,7 @@ def _resolve_kernel(
         inside = at < per_seat
         row = tl.load(table_order + at, mask=inside, other=0)
         place = at
-        if num_stale > 0:
+        if num_empty > 0:  # not so in a seat that was filled once
             known = inside & is_slot(row, per_seat)
             empty = (tl.load(marks + row, mask=known, other=0) == 1).to(tl.int32)
             rank_of_empty = empty_before + tl.cumsum(empty) - empty
