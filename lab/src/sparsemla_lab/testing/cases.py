@@ -747,13 +747,13 @@ def resolve_rows_case(
         local = share.longest(total) + 1
         chosen = draw.permutation(local)[: int(held * per_seat)].cpu().sort().values
         keys[seat, : len(chosen)] = chosen.int()
-    lists = []
+    lists: list[list[int]] = []
     for context, tokens in zip(contexts, query_lens, strict=True):
         for token in range(tokens):
             visible = context + token + 1
             count = int(min(topk, visible) * (1 - 0.3 * draw.uniform()))
-            chosen = draw.permutation(visible)[:count].sort().values.tolist()
-            lists.append(chosen + [-1] * (topk - count))
+            positions = draw.permutation(visible)[:count].sort().values.tolist()
+            lists.append(positions + [-1] * (topk - count))
     lists[0] = lists[0][::-1]  # does not ascend
     lists += [[0] + [-1] * (topk - 1)] * 4
     offsets = [0, *itertools.accumulate([*query_lens, 1, 1])]

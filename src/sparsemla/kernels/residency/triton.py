@@ -14,9 +14,9 @@ counts replace hashes and atomics. Of a seat of ``H`` rows and a list of ``n`` e
        the misses before them                                                          H searches
     5  misses go to theirs                                                             n loads
 
-A step of a token ends in the table for the last token, and else in the workspace. Blocks of
-``BLOCK`` rows pass through registers, whatever ``H`` is. What one thread writes to the workspace
-another one reads after a barrier.
+A step of one token ends in the table. Several tokens alternate between two copies of the seat, and
+the last copy is written back. Blocks of ``BLOCK`` rows pass through registers, whatever ``H`` is.
+What one thread writes to the workspace another one reads after a barrier.
 
 Whatever the table holds, and however lists and seats go wrong, a row is checked against ``H``
 before it is an address.
@@ -282,7 +282,6 @@ def _resolve_kernel(
             empty_before += tl.sum(empty)
         tl.store(copy + 2 * per_seat + place, row, mask=inside & is_slot(place, per_seat))
 
-    keys, rows, order = copy, copy + per_seat, copy + 2 * per_seat
     num_hits, num_misses = 0, 0
     for i in range(num_resolved):
         number = first + i + tl.zeros([], tl.int64)
@@ -290,13 +289,15 @@ def _resolve_kernel(
         to = out + number * out_token
         to_slots = miss_slots + number * slots_token
         to_rows = miss_rows + number * miss_rows_token
-        # The seat after this token: in the table, or in the copy that this token does not read.
-        new_keys, new_rows, new_order = table_keys, table_rows, table_order
-        if COPIES > 1:  # noqa: SIM102 (known to the compiler)
-            if i + 1 < num_resolved:
-                new_keys = copy + (i + 1) % 2 * (3 * per_seat)
-                new_rows = new_keys + per_seat
-                new_order = new_rows + per_seat
+        keys = copy + i % COPIES * (3 * per_seat)
+        rows = keys + per_seat
+        order = rows + per_seat
+        if COPIES == 1:
+            new_keys, new_rows, new_order = table_keys, table_rows, table_order
+        else:
+            new_keys = copy + (i + 1) % COPIES * (3 * per_seat)
+            new_rows = new_keys + per_seat
+            new_order = new_rows + per_seat
 
         # The rank's entries of a list that ascends
         listed_and_wrong = tl.zeros([BLOCK], tl.int64)
@@ -466,8 +467,15 @@ def _resolve_kernel(
             tl.store(new_keys + place, key, mask=inside)
             tl.store(new_rows + place, tl.load(victims + at, mask=inside, other=0), mask=inside)
         tl.debug_barrier()
-        keys, rows, order = new_keys, new_rows, new_order
 
+    if COPIES > 1:
+        for start in range(0, per_seat, BLOCK_ROWS):
+            at = start + tl.arange(0, BLOCK_ROWS)
+            inside = at < per_seat
+            seat_now = copy + num_resolved % COPIES * (3 * per_seat) + at
+            tl.store(table_keys + at, tl.load(seat_now, mask=inside), mask=inside)
+            tl.store(table_rows + at, tl.load(seat_now + per_seat, mask=inside), mask=inside)
+            tl.store(table_order + at, tl.load(seat_now + 2 * per_seat, mask=inside), mask=inside)
     if stats is not None:
         # Sums of integers do not depend on the order of the programs.
         tl.atomic_add(stats, tl.cast(num_hits, tl.int64), sem="relaxed")
@@ -614,7 +622,7 @@ def _fetch_kernel(
 def fetch_rows(call: FetchRows) -> None:
     slots, rows, source, target = call.miss_slots, call.miss_rows, call.source, call.target
     num_tokens, topk = slots.shape
-    if slots.numel() == 0 or target.num_slots == 0:
+    if slots.numel() == 0:
         return
     sources, targets = source.stored_bytes(), target.stored_bytes()
     regions = [_region_of(*pair) for pair in zip(sources, targets, strict=True)]
