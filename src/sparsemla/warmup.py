@@ -29,6 +29,8 @@ from sparsemla.kernels.attention.schedule import converts_first
 from sparsemla.kernels.common.device import meta_means, num_multiprocessors
 from sparsemla.ops import (
     entry_slots,
+    fetch_rows,
+    forget_seats,
     fused_indexer_rope_quant,
     fused_rope_rmsnorm_quant,
     gather_dequant,
@@ -37,12 +39,14 @@ from sparsemla.ops import (
     pool_windows,
     prepare_index_queries,
     project_groups,
+    resolve_rows,
     sparse_decode,
     sparse_prefill,
     to_slots,
     visible_slots,
 )
 from sparsemla.pooling import Pooling, WindowState
+from sparsemla.residency import RowTable
 from sparsemla.shards import ContextShard
 from sparsemla.validation import check_device, check_integer, check_kind
 from sparsemla.weights import HeadWeight
@@ -101,6 +105,9 @@ class Serving:
         group_width: outputs of a group.
         shard: this rank's share of every context, for :func:`sparsemla.own_positions`; None if a
             rank has whole contexts.
+        rows_per_seat: rows of a request that stay on the GPU of a cache in host memory, for
+            :func:`sparsemla.resolve_rows` and :func:`sparsemla.fetch_rows`; None if the cache is on
+            the GPU.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or a limit below 1.
@@ -136,6 +143,7 @@ class Serving:
     groups: int = 8
     group_width: int = 1024
     shard: ContextShard | None = None
+    rows_per_seat: int | None = None
 
     def __post_init__(self) -> None:
         if self.cache_format is not None:
@@ -156,8 +164,11 @@ class Serving:
             check_integer(name, getattr(self, name), 1)
         if self.shard is not None:
             check_kind("shard", self.shard, ContextShard)
-        if self.ratios and self.cache_format is None:
-            raise ValueError("cache_format must be given with ratios, got None")
+        if self.rows_per_seat is not None:
+            check_integer("rows_per_seat", self.rows_per_seat, 1)
+        for name in ("ratios", "rows_per_seat"):
+            if getattr(self, name) and self.cache_format is None:
+                raise ValueError(f"cache_format must be given with {name}, got None")
 
     @classmethod
     def of_model(
@@ -439,6 +450,8 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
         kernels_of(functools.partial(own_positions, selection, shard=serving.shard))
     if serving.cache_format is None:
         return
+    if serving.rows_per_seat is not None:
+        kernels_of(functools.partial(_keep_rows, serving, serving.rows_per_seat))
     _sizes(of(_find_slots), serving.max_tokens)
     for cache in serving.caches(serving.cache_format, serving.page_stride):
         rows = _flat(cache)
@@ -590,6 +603,30 @@ def _find_slots(serving: Serving, tokens: int) -> None:
         _empty(tokens),
         page_size=serving.page_size,
     )
+
+
+def _keep_rows(serving: Serving, rows_per_seat: int) -> None:
+    """The ops over a cache in host memory; their kernels see no count of tokens."""
+    fmt = as_format("cache_format", cast("CacheFormat", serving.cache_format))
+    batch = serving.max_requests
+    table = RowTable.allocate(batch, rows_per_seat, device="meta")
+    host = PagedCache.allocate(fmt, 1024, serving.page_size, device="meta")
+    fast = PagedCache.allocate(fmt, batch * rows_per_seat, 1, device="meta")
+    for stats in (None, _empty(2, dtype=torch.int64)):
+        found = resolve_rows(
+            _empty(serving.max_decodes, serving.topk),
+            _empty(batch + 1),
+            _empty(batch),
+            _empty(batch),
+            _page_table(serving, batch, serving.columns),
+            table,
+            page_size=serving.page_size,
+            max_query_len=serving.max_query_len,
+            shard=serving.shard,
+            stats=stats,
+        )
+    fetch_rows(host, fast, found.miss_slots, found.miss_rows, found.miss_counts)
+    forget_seats(table, _empty(batch))
 
 
 def _queries(serving: Serving, fmt: CacheFormat, *rows: int) -> tuple[Tensor, Tensor | None]:

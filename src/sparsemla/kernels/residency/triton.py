@@ -146,12 +146,20 @@ def _length_of(rank, length, NUM_RANKS: tl.constexpr, INTERLEAVE: tl.constexpr):
     ],
     do_not_specialize_on_alignment=[
         "indices",
+        "offsets",
+        "seq_lens",
+        "seats",
+        "page_table",
         "table_keys",
         "table_rows",
         "table_order",
         "out",
+        "counts",
         "miss_slots",
         "miss_rows",
+        "miss_counts",
+        "new_counts",
+        "stats",
         "workspace",
     ],
 )
@@ -575,7 +583,10 @@ def _copy(source, target, page, offset, row, valid, inside, REGION: tl.constexpr
     tl.store(to + unit, bits, mask=inside[:, None] & within)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_rows"])
+@triton.jit(
+    do_not_specialize=["slots_token", "rows_token", "num_tokens", "topk", "num_slots", "num_rows"],
+    do_not_specialize_on_alignment=["slots", "rows", "counts"],
+)
 def _fetch_kernel(
     slots,
     slots_token,
@@ -644,7 +655,7 @@ def fetch_rows(call: FetchRows) -> None:
         ROW=regions[0],
         SCALES=regions[-1],
         ROWS=ROWS,
-        TOKENS=min(next_power_of_2(num_tokens), TOKENS),
+        TOKENS=TOKENS,
         num_warps=4,
     )
 
@@ -667,7 +678,10 @@ def _region(width: int, page: int, row: int, target_row: int, *starts: int) -> R
     return Region(unit, width // unit, next_power_of_2(width // unit), page, row, target_row)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["keys_seat", "rows_seat", "order_seat", "num_seats", "per_seat"],
+    do_not_specialize_on_alignment=["seats", "keys", "rows", "order"],
+)
 def _forget_kernel(
     seats,
     keys,
