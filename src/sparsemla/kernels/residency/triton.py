@@ -39,6 +39,7 @@ from torch import Tensor
 
 from sparsemla.cache import misalignment
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.common.search import smaller_entries
 from sparsemla.kernels.common.slots import is_slot, slot_of
 from sparsemla.kernels.residency.arguments import (
     FetchRows,
@@ -58,21 +59,6 @@ ROWS = 8
 """Rows that a program fetches at a time."""
 TOKENS = 256
 """Tokens whose rows are dealt to programs at a time."""
-
-
-@triton.jit
-def _smaller(values, length, value, LAST: tl.constexpr):
-    """The number of entries of an ascending list that are smaller than each ``value``."""
-    step = 1
-    while 2 * step <= length:
-        step *= 2
-    smaller = tl.zeros_like(value)
-    while step > 0:
-        place = smaller + step
-        found = tl.load(values + place - 1, mask=place <= length, other=LAST)
-        smaller = tl.where(found < value, place, smaller)
-        step = step // 2
-    return smaller
 
 
 @triton.jit
@@ -341,7 +327,7 @@ def _resolve_kernel(
                 position = tl.load(own + at, mask=inside, other=LAST)
             else:
                 position = tl.load(listed + at, mask=inside, other=LAST).to(tl.int32)
-            place = _smaller(keys, per_seat, position, LAST)
+            place = smaller_entries(keys, per_seat, position, LAST)
             near = inside & (place < per_seat)
             hit = near & (tl.load(keys + place, mask=near, other=LAST) == position)
             row = tl.load(rows + place, mask=hit, other=0)
@@ -455,7 +441,7 @@ def _resolve_kernel(
             leaves = (inside & (mark == 2 * i + 3)).to(tl.int32)
             less = gone_before + tl.cumsum(leaves) - leaves
             tl.store(gone + at, less, mask=inside)
-            place = at - less + _smaller(missed_keys, num_victims, key, LAST)
+            place = at - less + smaller_entries(missed_keys, num_victims, key, LAST)
             stays = inside & (leaves == 0) & is_slot(place, per_seat)
             tl.store(new_keys + place, key, mask=stays)
             tl.store(new_rows + place, row, mask=stays)
