@@ -91,7 +91,7 @@ def test_a_list_is_found_where_the_step_before_left_it():
     check_resolve(case)
     found = check_resolve(case)
     assert found["miss_counts"][:2].tolist() == [0, 0]
-    assert found["out"][0, :4].tolist() == [-1] * 4  # they have no page
+    assert (found["out"][0, :8] == -1).sum() > 4  # no page, and not held before
     again = dict(case)
     again["seq_lens"] = case["seq_lens"] - 190  # a rollback below most positions
     found = check_resolve(again)

@@ -712,7 +712,7 @@ def resolve_rows_case(
     """Arguments of ``resolve_rows``: seats in the middle of their requests' lives.
 
     Behind the requests come one of length 0 and one without a seat, a token each, and two tokens of
-    no request. A list of the first request does not ascend, and some of its positions have no page.
+    no request. A list of the first request does not ascend, and some positions have no page.
 
     Args:
         draw: the source of random tensors.
@@ -734,7 +734,7 @@ def resolve_rows_case(
     width = -(-longest // page_size) + 1
     pages = draw.permutation(batch * width).view(batch, width)
     pages = torch.cat([pages, pages[:2]])
-    pages[0, :1] = -1
+    pages[[0, min(2, batch - 1)], :2] = -1
     pages[:, -1] = GARBAGE_PAGE
     per_seat, num_seats = max_query_len * topk + spare, batch + 2
     keys = torch.full((num_seats, per_seat), EMPTY, dtype=torch.int32)

@@ -7,8 +7,8 @@ counts replace hashes and atomics. Of a seat of ``H`` rows and a list of ``n`` e
        empty rows the least recently used
     for each token, from the seat as the token before left it:
     1  each position searches the keys: hits mark their rows, misses get a rank        n searches
-    2  in the order of use, the first rows without a mark are victims of the misses    1 scan of H
-       the others are the new order, but for the rows of hits
+    2  in the order of use, but for the rows of hits, the first rows are victims of    1 scan of H
+       the misses, and the others begin the new order
     3  the list's rows go to the results and to the end of the order
     4  keys whose row is no victim move to their new places: less the victims, plus    1 scan of H,
        the misses before them                                                          H searches
@@ -17,6 +17,9 @@ counts replace hashes and atomics. Of a seat of ``H`` rows and a list of ``n`` e
 A step of one token ends in the table. Several tokens alternate between two copies of the seat, and
 the last copy is written back. Blocks of ``BLOCK`` rows pass through registers, whatever ``H`` is.
 What one thread writes to the workspace another one reads after a barrier.
+
+Rows that earlier tokens of the step used are the last ones of the order, and ``H`` has room for all
+that a step lists: without a word about them, no victim is among them.
 
 Whatever the table holds, and however lists and seats go wrong, a row is checked against ``H``
 before it is an address.
@@ -352,27 +355,21 @@ def _resolve_kernel(
         tl.debug_barrier()
 
         # 2: victims, and the order of the other rows
-        unused_before, others_before = 0, 0
+        others_before = 0
         for start in range(0, per_seat, BLOCK_ROWS):
             at = start + tl.arange(0, BLOCK_ROWS)
             inside = at < per_seat
             row = tl.load(order + at, mask=inside, other=0)
             inside &= is_slot(row, per_seat)
-            mark = tl.load(marks + row, mask=inside, other=2)
-            unused, other = inside & (mark < 2), inside & (mark != 2 * i + 2)
-            # Two counts up to BLOCK, in one scan
-            counted = unused.to(tl.int32) + (other.to(tl.int32) << 16)
-            ends = tl.cumsum(counted)
-            miss = unused_before + (ends & 0xFFFF) - unused.to(tl.int32)
-            victim = unused & (miss < misses)
+            mark = tl.load(marks + row, mask=inside, other=0)
+            other = (inside & (mark != 2 * i + 2)).to(tl.int32)
+            miss = others_before + tl.cumsum(other) - other
+            victim = (other == 1) & (miss < misses)
             tl.store(victims + miss, row, mask=victim)
             tl.store(marks + row, tl.zeros([BLOCK_ROWS], tl.int32) + (2 * i + 3), mask=victim)
-            place = others_before + (ends >> 16) - other.to(tl.int32) - tl.minimum(miss, misses)
-            tl.store(new_order + place, row, mask=other & ~victim & is_slot(place, per_seat))
-            total = tl.sum(counted)
-            unused_before += total & 0xFFFF
-            others_before += total >> 16
-        num_victims = tl.minimum(misses, unused_before)
+            tl.store(new_order + miss - misses, row, mask=(other == 1) & (miss >= misses))
+            others_before += tl.sum(other)
+        num_victims = tl.minimum(misses, others_before)
         tl.debug_barrier()
 
         # 3: results, and the list's rows as the last ones of the order
