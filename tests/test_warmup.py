@@ -193,7 +193,7 @@ def test_steps_notice_what_a_warm_up_leaves_out(run, search):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("search", ["_resolve", "_decode", "_prefill_contexts"])
+@pytest.mark.parametrize("search", ["_keep_rows", "_decode", "_prefill_contexts"])
 def test_steps_over_host_rows_notice_what_a_warm_up_leaves_out(run, search):
     done = run(COVERAGE, "sm_90", "DeepSeek-V3.2, host rows", "60", search)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -383,6 +383,57 @@ print(*[kernel.split()[0] for kernel in kernels])
 def test_lists_of_a_rank_compile_nothing(run):
     done = run(OWN_POSITIONS)
     assert done.stdout.split() == ["_own_positions"], done.stderr[-4000:]
+
+
+KEPT_ROWS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from sparsemla import (
+    ContextShard, PagedCache, RowTable, Serving, e4m3_format, fetch_rows, forget_seats,
+    resolve_rows, warm_up,
+)
+from sparsemla.kernels.common.compiling import compile_only
+from sparsemla.kernels.common.device import meta_means
+from test_warmup import recorded
+
+gpu, shard = torch.device("cuda:0"), ContextShard(1, 2, 64)
+
+def ints(*shape):
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+def step(batch, seats, topk=512, rows_per_seat=1030, first=0, fmt="fp8_584"):
+    table = RowTable.unchecked(*(ints(seats, rows_per_seat) for _ in range(3)))
+    found = resolve_rows(
+        ints(2 * batch + first, topk)[first:], ints(batch + 1), ints(batch + first)[first:],
+        ints(batch), ints(batch, 77), table, page_size=64, max_query_len=2, shard=shard,
+    )
+    host, fast = (PagedCache.allocate(fmt, *size, device="meta") for size in ((9, 64), (50, 1)))
+    fetch_rows(host, fast, found.miss_slots, found.miss_rows, found.miss_counts)
+    forget_seats(table, ints(batch + first)[first:])
+
+with recorded("sm_90") as kernels:
+    warm_up(
+        Serving(
+            "fp8_584", index_heads=0, topk=512, max_tokens=64, max_requests=32, max_query_len=2,
+            max_seq_len=4096, shard=shard, rows_per_seat=1030,
+        ),
+        device=gpu,
+    )
+    assert kernels
+    del kernels[:]
+    with meta_means(gpu), compile_only(1):
+        for batch, seats, first in ((1, 1, 0), (3, 8, 1), (16, 64, 2), (30, 31, 0)):
+            step(batch, seats, first=first)
+        step(5, 7, rows_per_seat=1040)
+        assert kernels == [], kernels
+        step(5, 7, rows_per_seat=9000, fmt=e4m3_format(512, 512))
+print(*[kernel.split()[0] for kernel in kernels])
+"""
+
+
+def test_rows_in_fast_memory_compile_nothing(run):
+    done = run(KEPT_ROWS)
+    assert done.stdout.split() == ["_resolve_kernel", "_fetch_kernel"], done.stderr[-4000:]
 
 
 CONVERTED = """

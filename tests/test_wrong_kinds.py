@@ -22,6 +22,7 @@ from sparsemla import (
     MLALayer,
     PagedCache,
     Pooling,
+    RowTable,
     Serving,
     WindowState,
     Yarn,
@@ -304,6 +305,10 @@ VALID = {
         }
         for method in ("owner", "part", "to_local")
     },
+    "sparsemla.RowTable": lambda: {
+        name: torch.zeros(2, 8, dtype=torch.int32) for name in ("keys", "rows", "order")
+    },
+    "sparsemla.RowTable.allocate": lambda: {"seats": 2, "rows_per_seat": 8, "device": None},
     "sparsemla.WindowState": lambda: {"rows": torch.zeros(1, 8, 2, 64)},
     "sparsemla.WindowState.allocate": lambda: {
         "pooling": Pooling(4),
@@ -371,6 +376,12 @@ VALID = {
         "qk_rope_head_dim": 64,
         "device": "cpu",
     },
+    "sparsemla.resolve_workspace_size": lambda: {
+        "num_requests": 2,
+        "topk": 8,
+        "rows_per_seat": 16,
+        "max_query_len": 2,
+    },
     "sparsemla.group_workspace_size": lambda: {"num_tokens": 2, "weight": e4m3_weight()},
     "sparsemla.merge_workspace_size": lambda: {"num_tokens": 2, "num_heads": 4, "dim": 512},
     "sparsemla.prefill_workspace_rows": lambda: (
@@ -417,6 +428,7 @@ RECORDS = {
     "Plan",
     "PrefillChunk",
     "RowFields",
+    "Resolved",
     "SharedLists",
     "WarmUp",
 }
@@ -455,6 +467,7 @@ def callables():
                 yield f"{module.__name__.split('.')[-1]}.{name}"
     for owner in (
         PagedCache,
+        RowTable,
         HostCache,
         HotRows,
         HostContext,

@@ -27,9 +27,11 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat, as_format
 from sparsemla.kernels.attention.schedule import converts_first
 from sparsemla.kernels.common.device import meta_means, num_multiprocessors
-from sparsemla.offload import HostCache, HostContext, HotRows
+from sparsemla.offload import HostCache, HostContext
 from sparsemla.ops import (
     entry_slots,
+    fetch_rows,
+    forget_seats,
     fused_indexer_rope_quant,
     fused_rope_rmsnorm_quant,
     gather_dequant,
@@ -38,13 +40,15 @@ from sparsemla.ops import (
     pool_windows,
     prepare_index_queries,
     project_groups,
+    resolve_rows,
     sparse_decode,
     sparse_prefill,
     to_slots,
     visible_slots,
 )
-from sparsemla.plan import Plan, plan_batch, plan_on_device
+from sparsemla.plan import plan_batch, plan_on_device
 from sparsemla.pooling import Pooling, WindowState
+from sparsemla.residency import RowTable
 from sparsemla.shards import ContextShard
 from sparsemla.validation import check_device, check_integer, check_kind
 from sparsemla.weights import HeadWeight
@@ -175,8 +179,9 @@ class Serving:
             check_kind("shard", self.shard, ContextShard)
         if self.ratios and self.rows_per_seat is not None:
             raise ValueError("rows_per_seat must be None with ratios, whose rows are entries")
-        if self.ratios and self.cache_format is None:
-            raise ValueError("cache_format must be given with ratios, got None")
+        for name in ("ratios", "rows_per_seat"):
+            if getattr(self, name) and self.cache_format is None:
+                raise ValueError(f"cache_format must be given with {name}, got None")
 
     @classmethod
     def of_model(
@@ -458,6 +463,8 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
         kernels_of(functools.partial(own_positions, selection, shard=serving.shard))
     if serving.cache_format is None:
         return
+    if serving.rows_per_seat is not None:
+        kernels_of(functools.partial(_keep_rows, serving, serving.rows_per_seat))
     _sizes(of(_find_slots), serving.max_tokens)
     if serving.rows_per_seat is not None:
         _search_host(serving, kernels_of)
@@ -614,6 +621,30 @@ def _find_slots(serving: Serving, tokens: int) -> None:
     )
 
 
+def _keep_rows(serving: Serving, rows_per_seat: int) -> None:
+    """The ops over a cache in host memory; their kernels see no count of tokens."""
+    fmt = as_format("cache_format", cast("CacheFormat", serving.cache_format))
+    batch = serving.max_requests
+    table = RowTable.allocate(batch, rows_per_seat, device="meta")
+    host = PagedCache.allocate(fmt, 1024, serving.page_size, device="meta")
+    fast = PagedCache.allocate(fmt, batch * rows_per_seat, 1, device="meta")
+    for stats in (None, _empty(2, dtype=torch.int64)):
+        found = resolve_rows(
+            _empty(serving.max_decodes, serving.topk),
+            _empty(batch + 1),
+            _empty(batch),
+            _empty(batch),
+            _page_table(serving, batch, serving.columns),
+            table,
+            page_size=serving.page_size,
+            max_query_len=serving.max_query_len,
+            shard=serving.shard,
+            stats=stats,
+        )
+    fetch_rows(host, fast, found.miss_slots, found.miss_rows, found.miss_counts)
+    forget_seats(table, _empty(batch))
+
+
 def _queries(serving: Serving, fmt: CacheFormat, *rows: int) -> tuple[Tensor, Tensor | None]:
     """Queries as the engine has them: whole, or without and with their RoPE dims."""
     rope_dim = fmt.head_dim - fmt.value_dim
@@ -695,41 +726,22 @@ def _search_host(serving: Serving, kernels_of: KernelsOf) -> None:
             search(_prefill_contexts, context, start, limit=serving.max_requests)
     # Fetches do not see the number of pages.
     search(_prefill_selected, context, limit=serving.max_tokens)
-    hot = HotRows(
-        host,
-        seats=serving.max_requests,
-        rows_per_seat=cast(int, serving.rows_per_seat),
-        topk=serving.topk,
-        query_len=serving.max_query_len,
-        leaders=(0, 0),
-    )
-    search(_resolve, hot, limit=serving.max_decodes)
-    search(_decode, hot.layer(0), limit=serving.max_decodes, every=EVERY)
+    num_rows = serving.max_requests * cast(int, serving.rows_per_seat)
+    hot = PagedCache.allocate(fmt, num_rows, 1, device="meta")
+    search(_decode, hot, limit=serving.max_decodes, every=EVERY)
 
 
-def _host_plan(serving: Serving, tokens: int, max_query_len: int) -> Plan:
+def _prefill_selected(serving: Serving, context: HostContext, tokens: int) -> None:
+    """Prefills over the rows that they select."""
     requests = min(tokens, serving.max_requests)
-    return plan_on_device(
+    plan = plan_on_device(
         _empty(requests),
         _empty(requests),
         _page_table(serving, requests, serving.columns),
         page_size=serving.page_size,
         num_tokens=tokens,
-        max_query_len=max_query_len,
+        max_query_len=tokens,
     )
-
-
-def _resolve(serving: Serving, hot: HotRows, tokens: int) -> None:
-    """Resolve and fetch for a leader and for its follower."""
-    plan = _host_plan(serving, tokens, serving.max_query_len)
-    hot.forget([0])
-    for layer in range(2):
-        hot.resolve(layer, _empty(tokens, serving.topk), plan, _empty(plan.num_requests))
-
-
-def _prefill_selected(serving: Serving, context: HostContext, tokens: int) -> None:
-    """Prefills over the rows that they select."""
-    plan = _host_plan(serving, tokens, tokens)
     for piece, rows, _ in context.selected(0, _empty(tokens, serving.topk), plan):
         _prefill(serving, rows, piece.stop - piece.start)
 

@@ -187,7 +187,8 @@ def resolve_rows(
             seats,
             table,
             max_query_len,
-            capacity if shard is None else None,
+            capacity,
+            shard,
         )
     _resolve_rows(
         ResolveRows(
@@ -221,12 +222,13 @@ def _check_values(
     seats: Tensor,
     table: RowTable,
     max_query_len: int,
-    capacity: int | None,
+    capacity: int,
+    shard: ContextShard | None,
 ) -> None:
     """Check the values of lists, offsets, lengths and seats."""
     lowest = torch.iinfo(seats.dtype).min  # any negative seat is padding
     check.values("seats", seats, lowest, table.num_seats)
-    taken = sorted(seats[seats >= 0].tolist())
+    taken = sorted(seats[(seats >= 0) & (seq_lens > 0)].tolist())
     for seat, other in itertools.pairwise(taken):
         if seat == other:
             raise ValueError(f"{check.op}: seats must not occur twice, got {seat} twice")
@@ -236,7 +238,9 @@ def _check_values(
     )
     queries = input_row_offsets.diff()
     check.values("the tokens of a request", queries, 0, max_query_len + 1)
-    check.values("seq_lens", seq_lens, 0, EMPTY if capacity is None else capacity + 1)
+    check.values("seq_lens", seq_lens, 0, EMPTY if shard else capacity + 1)
+    if shard is not None:
+        check.values("seq_lens of this rank", shard.lengths(seq_lens), 0, capacity + 1)
     short = (seq_lens > 0) & (seq_lens < queries)
     if bool(short.any()):
         request = int(short.nonzero()[0])
@@ -327,7 +331,7 @@ def fetch_rows(
     """
     check = Checker("fetch_rows")
     check.cache("source", source)
-    check.cache("target", target, may_be_empty=True)
+    check.cache("target", target)
     if target.format != source.format:
         raise ValueError(
             f"fetch_rows: target must have format {source.format.name} like source, "
@@ -343,8 +347,7 @@ def fetch_rows(
         columns = torch.arange(miss_slots.shape[1], device=miss_slots.device)
         listed = columns < miss_counts[:, None]
         check.values("miss_slots", miss_slots.where(listed, 0), 0, source.num_slots)
-        if bool(listed.any()):
-            check.values("miss_rows", miss_rows.where(listed, 0), 0, target.num_slots)
+        check.values("miss_rows", miss_rows.where(listed, 0), 0, target.num_slots)
     _fetch_rows(FetchRows(miss_slots, miss_rows, miss_counts, source, target))
 
 

@@ -42,7 +42,6 @@ def _resolve(
     empty[rows[keys == EMPTY]] = True
     of_order = empty[order]
     order = torch.cat([order[of_order], order[~of_order]])
-    used = torch.zeros_like(empty)
     for token in tokens:
         positions, parts = _own(call, shard, token)
         slots = slots_of(page_table, torch.full_like(positions, request), positions, page_size)
@@ -51,9 +50,10 @@ def _resolve(
         near = places.clamp_max(per_seat - 1)
         hit = keys[near] == positions
         missed = ~hit & (slots >= 0)
+        # Rows that earlier tokens of the step used are the last ones, and not reached.
+        used = torch.zeros_like(empty)
         used[rows[near[hit]]] = True
         victims = order[~used[order]][: int(missed.sum())]
-        used[victims] = True
         found = torch.full_like(positions, -1)
         found[hit], found[missed] = rows[near[hit]], victims
         # The list's rows become the most recent ones.

@@ -7,16 +7,19 @@ counts replace hashes and atomics. Of a seat of ``H`` rows and a list of ``n`` e
        empty rows the least recently used
     for each token, from the seat as the token before left it:
     1  each position searches the keys: hits mark their rows, misses get a rank        n searches
-    2  in the order of use, the first rows without a mark are victims of the misses    1 scan of H
-       the others are the new order, but for the rows of hits
+    2  in the order of use, but for the rows of hits, the first rows are victims of    1 scan of H
+       the misses, and the others begin the new order
     3  the list's rows go to the results and to the end of the order
     4  keys whose row is no victim move to their new places: less the victims, plus    1 scan of H,
        the misses before them                                                          H searches
     5  misses go to theirs                                                             n loads
 
-A step of a token ends in the table for the last token, and else in the workspace. Blocks of
-``BLOCK`` rows pass through registers, whatever ``H`` is. What one thread writes to the workspace
-another one reads after a barrier.
+A step of one token ends in the table. Several tokens alternate between two copies of the seat, and
+the last copy is written back. Blocks of ``BLOCK`` rows pass through registers, whatever ``H`` is.
+What one thread writes to the workspace another one reads after a barrier.
+
+Rows that earlier tokens of the step used are the last ones of the order, and ``H`` has room for all
+that a step lists: without a word about them, no victim is among them.
 
 Whatever the table holds, and however lists and seats go wrong, a row is checked against ``H``
 before it is an address.
@@ -39,6 +42,7 @@ from torch import Tensor
 
 from sparsemla.cache import misalignment
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
+from sparsemla.kernels.common.search import smaller_entries
 from sparsemla.kernels.common.slots import is_slot, slot_of
 from sparsemla.kernels.residency.arguments import (
     FetchRows,
@@ -61,21 +65,6 @@ TOKENS = 256
 
 
 @triton.jit
-def _smaller(values, length, value, LAST: tl.constexpr):
-    """The number of entries of an ascending list that are smaller than each ``value``."""
-    step = 1
-    while 2 * step <= length:
-        step *= 2
-    smaller = tl.zeros_like(value)
-    while step > 0:
-        place = smaller + step
-        found = tl.load(values + place - 1, mask=place <= length, other=LAST)
-        smaller = tl.where(found < value, place, smaller)
-        step = step // 2
-    return smaller
-
-
-@triton.jit
 def _local(position, rank, NUM_RANKS: tl.constexpr, INTERLEAVE: tl.constexpr):
     """A position's row on this rank, -1 for those of other ranks."""
     local = position
@@ -92,40 +81,16 @@ def _named(position, LAST: tl.constexpr):
     return tl.where((position >= 0) & (position < LAST), position, -1).to(tl.int32)
 
 
-class Results(NamedTuple):
-    """The outputs of ``resolve_rows`` as its kernel takes them, with their strides."""
-
-    out: Tensor
-    out_token: int
-    out_part: int
-    counts: Tensor
-    counts_token: int
-    miss_slots: Tensor
-    miss_slots_token: int
-    miss_rows: Tensor
-    miss_rows_token: int
-    miss_counts: Tensor
-    new_counts: Tensor
+@triton.jit
+def _pair(first, second):
+    """Two conditions as numbers to be added in one sum."""
+    return first.to(tl.int64) + (second.to(tl.int64) << 32)
 
 
 @triton.jit
-def _clear(token, results, topk, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The results of a token without a list."""
-    number = token + tl.zeros([], tl.int64)
-    out = results.out + number * results.out_token
-    slots = results.miss_slots + number * results.miss_slots_token
-    rows = results.miss_rows + number * results.miss_rows_token
-    for start in range(0, topk, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        nothing = tl.full([BLOCK], -1, tl.int32)
-        for part in tl.static_range(PARTS):
-            tl.store(out + part * results.out_part + at, nothing, mask=at < topk)
-        tl.store(slots + at, nothing, mask=at < topk)
-        tl.store(rows + at, nothing, mask=at < topk)
-    for part in tl.static_range(PARTS):
-        tl.store(results.counts + number * results.counts_token + part, 0)
-    tl.store(results.miss_counts + number, 0)
-    tl.store(results.new_counts + number, 0)
+def _parts(total):
+    """Both sums of :func:`_pair`."""
+    return (total & 0x7FFFFFFF).to(tl.int32), (total >> 32).to(tl.int32)
 
 
 @triton.jit
@@ -145,15 +110,47 @@ def _length_of(rank, length, NUM_RANKS: tl.constexpr, INTERLEAVE: tl.constexpr):
     return length
 
 
+# Without alignments every block has one layout, and none must be exchanged between threads; so one
+# kernel also takes any sizes.
 @triton.jit(
     do_not_specialize=[
+        "indices_token",
         "table_width",
+        "table_stride",
+        "keys_seat",
+        "rows_seat",
+        "order_seat",
+        "out_token",
+        "out_part",
+        "counts_token",
+        "slots_token",
+        "miss_rows_token",
         "num_tokens",
         "num_requests",
         "num_seats",
+        "topk",
+        "per_seat",
         "max_query_len",
         "rank",
-    ]
+    ],
+    do_not_specialize_on_alignment=[
+        "indices",
+        "offsets",
+        "seq_lens",
+        "seats",
+        "page_table",
+        "table_keys",
+        "table_rows",
+        "table_order",
+        "out",
+        "counts",
+        "miss_slots",
+        "miss_rows",
+        "miss_counts",
+        "new_counts",
+        "stats",
+        "workspace",
+    ],
 )
 def _resolve_kernel(
     indices,
@@ -170,7 +167,17 @@ def _resolve_kernel(
     rows_seat,
     table_order,
     order_seat,
-    results,
+    out,
+    out_token,
+    out_part,
+    counts,
+    counts_token,
+    miss_slots,
+    slots_token,
+    miss_rows,
+    miss_rows_token,
+    miss_counts,
+    new_counts,
     stats,
     workspace,
     num_tokens,
@@ -208,7 +215,18 @@ def _resolve_kernel(
         other = request + (i - padding) * tl.num_programs(0)
         other = tl.where(other < before, other, other - before + behind)
         token = tl.where(i < padding, first + num_resolved + i, other)
-        _clear(token, results, topk, PARTS, BLOCK)
+        number = token + tl.zeros([], tl.int64)
+        for start in range(0, topk, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            nothing = tl.full([BLOCK], -1, tl.int32)
+            for part in tl.static_range(PARTS):
+                tl.store(out + number * out_token + part * out_part + at, nothing, mask=at < topk)
+            tl.store(miss_slots + number * slots_token + at, nothing, mask=at < topk)
+            tl.store(miss_rows + number * miss_rows_token + at, nothing, mask=at < topk)
+        for part in tl.static_range(PARTS):
+            tl.store(counts + number * counts_token + part, 0)
+        tl.store(miss_counts + number, 0)
+        tl.store(new_counts + number, 0)
     if num_resolved == 0:
         return
 
@@ -235,7 +253,6 @@ def _resolve_kernel(
 
     # 0: the seat, without positions that this step writes
     held = tl.zeros([BLOCK_ROWS], tl.int32)
-    stale = tl.zeros([BLOCK_ROWS], tl.int32)
     for start in range(0, per_seat, BLOCK_ROWS):
         at = start + tl.arange(0, BLOCK_ROWS)
         inside = at < per_seat
@@ -243,12 +260,10 @@ def _resolve_kernel(
         row = tl.load(table_rows + at, mask=inside, other=0)
         kept = key < context
         held += kept.to(tl.int32)
-        stale += ((key >= context) & (key < LAST)).to(tl.int32)
         tl.store(copy + at, tl.where(kept, key, LAST), mask=inside)
         tl.store(copy + per_seat + at, row, mask=inside)
         tl.store(marks + row, (key >= context).to(tl.int32), mask=inside & is_slot(row, per_seat))
     num_empty = per_seat - tl.sum(held)
-    num_stale = tl.sum(stale)
     tl.debug_barrier()
     empty_before = 0
     for start in range(0, per_seat, BLOCK_ROWS):
@@ -256,7 +271,7 @@ def _resolve_kernel(
         inside = at < per_seat
         row = tl.load(table_order + at, mask=inside, other=0)
         place = at
-        if num_stale > 0:
+        if num_empty > 0:  # not so in a seat that was filled once
             known = inside & is_slot(row, per_seat)
             empty = (tl.load(marks + row, mask=known, other=0) == 1).to(tl.int32)
             rank_of_empty = empty_before + tl.cumsum(empty) - empty
@@ -264,34 +279,34 @@ def _resolve_kernel(
             empty_before += tl.sum(empty)
         tl.store(copy + 2 * per_seat + place, row, mask=inside & is_slot(place, per_seat))
 
-    keys, rows, order = copy, copy + per_seat, copy + 2 * per_seat
     num_hits, num_misses = 0, 0
     for i in range(num_resolved):
         number = first + i + tl.zeros([], tl.int64)
         listed = indices + number * indices_token
-        to = results.out + number * results.out_token
-        to_slots = results.miss_slots + number * results.miss_slots_token
-        to_rows = results.miss_rows + number * results.miss_rows_token
-        # The seat after this token: in the table, or in the copy that this token does not read.
-        new_keys, new_rows, new_order = table_keys, table_rows, table_order
-        if COPIES > 1:  # noqa: SIM102 (known to the compiler)
-            if i + 1 < num_resolved:
-                new_keys = copy + (i + 1) % 2 * (3 * per_seat)
-                new_rows = new_keys + per_seat
-                new_order = new_rows + per_seat
+        to = out + number * out_token
+        to_slots = miss_slots + number * slots_token
+        to_rows = miss_rows + number * miss_rows_token
+        keys = copy + i % COPIES * (3 * per_seat)
+        rows = keys + per_seat
+        order = rows + per_seat
+        if COPIES == 1:
+            new_keys, new_rows, new_order = table_keys, table_rows, table_order
+        else:
+            new_keys = copy + (i + 1) % COPIES * (3 * per_seat)
+            new_rows = new_keys + per_seat
+            new_order = new_rows + per_seat
 
         # The rank's entries of a list that ascends
-        wrong = tl.zeros([BLOCK], tl.int32)
-        owned = tl.zeros([BLOCK], tl.int32)
+        listed_and_wrong = tl.zeros([BLOCK], tl.int64)
         for start in range(0, topk, BLOCK):
             at = start + tl.arange(0, BLOCK)
             position = _named(tl.load(listed + at, mask=at < topk, other=-1), LAST)
             after = _named(tl.load(listed + at + 1, mask=at + 1 < topk, other=-1), LAST)
-            wrong |= ((after >= 0) & ((position < 0) | (position >= after))).to(tl.int32)
+            wrong = (after >= 0) & ((position < 0) | (position >= after))
             local = _local(position, rank, NUM_RANKS, INTERLEAVE)
-            owned += ((local >= 0) & (local < capacity)).to(tl.int32)
-        num_listed = tl.sum(owned)
-        if tl.max(wrong) > 0:
+            listed_and_wrong += _pair((local >= 0) & (local < capacity), wrong)
+        num_listed, num_wrong = _parts(tl.sum(listed_and_wrong))
+        if num_wrong > 0:
             num_listed = 0
         if NUM_RANKS > 1:
             owned_before = 0
@@ -306,7 +321,8 @@ def _resolve_kernel(
         tl.debug_barrier()
 
         # 1: hits and misses
-        hits, misses, new = 0, 0, 0
+        misses = 0
+        hits_and_new = tl.zeros([BLOCK], tl.int64)  # hits, and misses of this step's own positions
         for start in range(0, num_listed, BLOCK):
             at = start + tl.arange(0, BLOCK)
             inside = at < num_listed
@@ -314,7 +330,7 @@ def _resolve_kernel(
                 position = tl.load(own + at, mask=inside, other=LAST)
             else:
                 position = tl.load(listed + at, mask=inside, other=LAST).to(tl.int32)
-            place = _smaller(keys, per_seat, position, LAST)
+            place = smaller_entries(keys, per_seat, position, LAST)
             near = inside & (place < per_seat)
             hit = near & (tl.load(keys + place, mask=near, other=LAST) == position)
             row = tl.load(rows + place, mask=hit, other=0)
@@ -333,44 +349,43 @@ def _resolve_kernel(
             tl.store(missed_places + miss, place, mask=missed == 1)
             entry = tl.where(hit, row, tl.where(missed == 1, -2 - miss, -1))
             tl.store(found_at + at, entry, mask=inside)
-            hits += tl.sum(hit.to(tl.int32))
+            hits_and_new += _pair(hit, (missed == 1) & (position >= context))
             misses += tl.sum(missed)
-            new += tl.sum(((missed == 1) & (position >= context)).to(tl.int32))
+        hits, new = _parts(tl.sum(hits_and_new))
         tl.debug_barrier()
 
         # 2: victims, and the order of the other rows
-        unused_before, kept_before = 0, 0
+        others_before = 0
         for start in range(0, per_seat, BLOCK_ROWS):
             at = start + tl.arange(0, BLOCK_ROWS)
             inside = at < per_seat
             row = tl.load(order + at, mask=inside, other=0)
             inside &= is_slot(row, per_seat)
-            mark = tl.load(marks + row, mask=inside, other=2)
-            unused = (inside & (mark < 2)).to(tl.int32)
-            miss = unused_before + tl.cumsum(unused) - unused
-            victim = (unused == 1) & (miss < misses)
+            mark = tl.load(marks + row, mask=inside, other=0)
+            other = (inside & (mark != 2 * i + 2)).to(tl.int32)
+            miss = others_before + tl.cumsum(other) - other
+            victim = (other == 1) & (miss < misses)
             tl.store(victims + miss, row, mask=victim)
             tl.store(marks + row, tl.zeros([BLOCK_ROWS], tl.int32) + (2 * i + 3), mask=victim)
-            kept = (inside & (mark != 2 * i + 2) & ~victim).to(tl.int32)
-            place = kept_before + tl.cumsum(kept) - kept
-            tl.store(new_order + place, row, mask=kept == 1)
-            unused_before += tl.sum(unused)
-            kept_before += tl.sum(kept)
-        num_victims = tl.minimum(misses, unused_before)
+            tl.store(new_order + miss - misses, row, mask=(other == 1) & (miss >= misses))
+            others_before += tl.sum(other)
+        num_victims = tl.minimum(misses, others_before)
         tl.debug_barrier()
 
         # 3: results, and the list's rows as the last ones of the order
-        placed = kept_before
+        last, without_before = others_before - num_victims, 0
         for start in range(0, topk, BLOCK):
             at = start + tl.arange(0, BLOCK)
             entry = tl.load(found_at + at, mask=at < num_listed, other=-1)
             miss = -2 - entry
             row = tl.load(victims + miss, mask=(miss >= 0) & (miss < num_victims), other=-1)
             row = tl.where(entry >= 0, entry, row)
-            resolved = (row >= 0).to(tl.int32)
-            place = placed + tl.cumsum(resolved) - resolved
-            tl.store(new_order + place, row, mask=(resolved == 1) & is_slot(place, per_seat))
-            placed += tl.sum(resolved)
+            place = last + at
+            if hits + num_victims < num_listed:  # some have no page
+                without = ((row < 0) & (at < num_listed)).to(tl.int32)
+                place -= without_before + tl.cumsum(without) - without
+                without_before += tl.sum(without)
+            tl.store(new_order + place, row, mask=(row >= 0) & is_slot(place, per_seat))
             result = tl.where(row >= 0, first_row + row, -1)
             if PARTS == 1:
                 tl.store(to + at, result, mask=at < topk)
@@ -381,13 +396,13 @@ def _resolve_kernel(
             tl.store(to_rows + at, goes_to, mask=at < topk)
             behind_misses = (at >= misses) & (at < topk)
             tl.store(to_slots + at, tl.full([BLOCK], -1, tl.int32), mask=behind_misses)
-        to_counts = results.counts + number * results.counts_token
+        to_counts = counts + number * counts_token
         if PARTS == 1:
             tl.store(to_counts, num_listed)
         else:
             tl.debug_barrier()
             for part in tl.static_range(PARTS):
-                to_part = to + part * results.out_part
+                to_part = to + part * out_part
                 part_before = 0
                 for start in range(0, num_listed, BLOCK):
                     at = start + tl.arange(0, BLOCK)
@@ -407,8 +422,8 @@ def _resolve_kernel(
                     rest = (at >= part_before) & (at < topk)
                     tl.store(to_part + at, tl.full([BLOCK], -1, tl.int32), mask=rest)
                 tl.store(to_counts + part, part_before)
-        tl.store(results.miss_counts + number, num_victims)
-        tl.store(results.new_counts + number, new)
+        tl.store(miss_counts + number, num_victims)
+        tl.store(new_counts + number, new)
         num_hits += hits
         num_misses += num_victims
 
@@ -423,7 +438,7 @@ def _resolve_kernel(
             leaves = (inside & (mark == 2 * i + 3)).to(tl.int32)
             less = gone_before + tl.cumsum(leaves) - leaves
             tl.store(gone + at, less, mask=inside)
-            place = at - less + _smaller(missed_keys, num_victims, key, LAST)
+            place = at - less + smaller_entries(missed_keys, num_victims, key, LAST)
             stays = inside & (leaves == 0) & is_slot(place, per_seat)
             tl.store(new_keys + place, key, mask=stays)
             tl.store(new_rows + place, row, mask=stays)
@@ -443,8 +458,15 @@ def _resolve_kernel(
             tl.store(new_keys + place, key, mask=inside)
             tl.store(new_rows + place, tl.load(victims + at, mask=inside, other=0), mask=inside)
         tl.debug_barrier()
-        keys, rows, order = new_keys, new_rows, new_order
 
+    if COPIES > 1:
+        for start in range(0, per_seat, BLOCK_ROWS):
+            at = start + tl.arange(0, BLOCK_ROWS)
+            inside = at < per_seat
+            seat_now = copy + num_resolved % COPIES * (3 * per_seat) + at
+            tl.store(table_keys + at, tl.load(seat_now, mask=inside), mask=inside)
+            tl.store(table_rows + at, tl.load(seat_now + per_seat, mask=inside), mask=inside)
+            tl.store(table_order + at, tl.load(seat_now + 2 * per_seat, mask=inside), mask=inside)
     if stats is not None:
         # Sums of integers do not depend on the order of the programs.
         tl.atomic_add(stats, tl.cast(num_hits, tl.int64), sem="relaxed")
@@ -478,19 +500,17 @@ def resolve_rows(call: ResolveRows) -> None:
         table.rows.stride(0),
         table.order,
         table.order.stride(0),
-        Results(
-            out,
-            out.stride(0),
-            out.stride(1) if num_parts > 1 else 0,
-            call.counts,
-            call.counts.stride(0),
-            call.miss_slots,
-            call.miss_slots.stride(0),
-            call.miss_rows,
-            call.miss_rows.stride(0),
-            call.miss_counts,
-            call.new_counts,
-        ),
+        out,
+        out.stride(0),
+        out.stride(1) if num_parts > 1 else 0,
+        call.counts,
+        call.counts.stride(0),
+        call.miss_slots,
+        call.miss_slots.stride(0),
+        call.miss_rows,
+        call.miss_rows.stride(0),
+        call.miss_counts,
+        call.new_counts,
         call.stats,
         workspace.view(torch.int32),
         num_tokens,
@@ -546,7 +566,10 @@ def _copy(source, target, page, offset, row, valid, inside, REGION: tl.constexpr
     tl.store(to + unit, bits, mask=inside[:, None] & within)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_rows"])
+@triton.jit(
+    do_not_specialize=["slots_token", "rows_token", "num_tokens", "topk", "num_slots", "num_rows"],
+    do_not_specialize_on_alignment=["slots", "rows", "counts"],
+)
 def _fetch_kernel(
     slots,
     slots_token,
@@ -593,7 +616,7 @@ def _fetch_kernel(
 def fetch_rows(call: FetchRows) -> None:
     slots, rows, source, target = call.miss_slots, call.miss_rows, call.source, call.target
     num_tokens, topk = slots.shape
-    if slots.numel() == 0 or target.num_slots == 0:
+    if slots.numel() == 0:
         return
     sources, targets = source.stored_bytes(), target.stored_bytes()
     regions = [_region_of(*pair) for pair in zip(sources, targets, strict=True)]
@@ -615,7 +638,7 @@ def fetch_rows(call: FetchRows) -> None:
         ROW=regions[0],
         SCALES=regions[-1],
         ROWS=ROWS,
-        TOKENS=min(next_power_of_2(num_tokens), TOKENS),
+        TOKENS=TOKENS,
         num_warps=4,
     )
 
@@ -638,7 +661,10 @@ def _region(width: int, page: int, row: int, target_row: int, *starts: int) -> R
     return Region(unit, width // unit, next_power_of_2(width // unit), page, row, target_row)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["keys_seat", "rows_seat", "order_seat", "num_seats", "per_seat"],
+    do_not_specialize_on_alignment=["seats", "keys", "rows", "order"],
+)
 def _forget_kernel(
     seats,
     keys,
