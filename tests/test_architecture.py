@@ -105,6 +105,7 @@ LAYERS = {
         "dispatch",
         "ops",
     ),
+    "sparsemla.parallel": ("checks", "ops"),
     "sparsemla.explanation": ("dispatch", "kernels.repeat", "ops"),
     "sparsemla.warmup": (
         "validation",
@@ -125,6 +126,7 @@ LAYERS = {
         "formats",
         "offload",
         "ops",
+        "parallel",
         "plan",
         "pooling",
         "residency",
