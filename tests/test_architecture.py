@@ -119,6 +119,7 @@ LAYERS = {
         "offload",
         "ops",
         "plan",
+        "residency",
     ),
     "sparsemla._api": (
         "cache",
