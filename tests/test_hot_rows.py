@@ -481,6 +481,22 @@ def test_errors_of_a_step():
         hot.resolve(0, chosen, plan_of(9), seats)
 
 
+def test_values_are_checked_on_request():
+    hot = HotRows(host_cache(), seats=2, rows_per_seat=12, topk=TOPK)
+    plan = plan_of(9, 9)
+    wrong = [
+        (lists([3, 3], [5]), (0, 1), "topk_indices must ascend, then -1 behind"),
+        (lists([3, 4], [5]), (1, 1), "seats must not occur twice, got 1 twice"),
+        (lists([3, 4], [5]), (0, 2), "seats must lie in"),
+    ]
+    for chosen, seats, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            hot.resolve(0, chosen, plan, seats_of(*seats), validate=True)
+    assert hot.stats()[:2] == (0, 0)
+    hot.resolve(0, lists([3, 4], [5]), plan, seats_of(0, 1), validate=True)
+    assert hot.stats()[:2] == (0, 3)
+
+
 def test_layers_that_share_a_selection_come_in_order():
     hot = HotRows(host_cache(4), seats=2, rows_per_seat=12, topk=TOPK, leaders=(0, 0, 0, 3))
     step = lists([3]), plan_of(9), seats_of(0)

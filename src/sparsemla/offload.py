@@ -484,7 +484,13 @@ class HotRows:
         self._host = host
 
     def resolve(
-        self, layer_idx: int, topk_indices: Tensor, plan: Plan, seats: Tensor
+        self,
+        layer_idx: int,
+        topk_indices: Tensor,
+        plan: Plan,
+        seats: Tensor,
+        *,
+        validate: bool = False,
     ) -> HotSelection:
         """Find the selected rows of a layer, and begin to fetch those that are missing.
 
@@ -498,6 +504,8 @@ class HotRows:
             plan: of decodes only, with the page size of the host.
             seats: int32 ``[B]``, the seat of each request, no two the same; requests of length 0
                 and those with a seat out of range select nothing.
+            validate: read the integers, which waits for the device, and refuse lists that do not
+                ascend, seats that occur twice, and values out of range.
 
         Returns:
             Views of static tensors, which the next leader overwrites.
@@ -521,7 +529,7 @@ class HotRows:
                     f"resolved last, got {layer_idx}; after an interrupted step call forget()"
                 )
             with self._beside(layer_idx, topk_indices, plan, seats):
-                self._lead(host, layer_idx, topk_indices, plan, seats)
+                self._lead(host, layer_idx, topk_indices, plan, seats, validate)
                 self._mark(layer_idx)
                 if followers := self._followers[leader]:
                     self._fetch_ahead(host, followers, tokens)
@@ -649,7 +657,13 @@ class HotRows:
             )
 
     def _lead(
-        self, host: HostCache, layer_idx: int, topk_indices: Tensor, plan: Plan, seats: Tensor
+        self,
+        host: HostCache,
+        layer_idx: int,
+        topk_indices: Tensor,
+        plan: Plan,
+        seats: Tensor,
+        validate: bool,
     ) -> None:
         """Resolve a leader's selection and fetch its misses."""
         tokens = slice(plan.num_tokens)
@@ -664,6 +678,7 @@ class HotRows:
             page_size=host.page_size,
             max_query_len=self.query_len,
             shard=self._shard,
+            validate=validate,
             out=self._selected[tokens],
             counts=self._counts[tokens],
             miss_slots=missing[0],
