@@ -422,8 +422,8 @@ class HotRows:
         """Bytes of the device that hot rows of this size take: :attr:`memory_bytes`.
 
         >>> from sparsemla import FP8_DS_MLA
-        >>> HotRows.size(FP8_DS_MLA, num_layers=61, seats=1, topk=2048)
-        167044576
+        >>> HotRows.size(FP8_DS_MLA, num_layers=61, seats=1, topk=2048) >> 20  # MiB
+        159
         """
         fmt = as_format("format", format)
         leaders = _checked_hot(num_layers, seats, rows_per_seat, topk, query_len, leaders, shard)
