@@ -481,6 +481,29 @@ def test_errors_of_a_step():
         hot.resolve(0, chosen, plan_of(9), seats)
 
 
+def test_steps_compile_as_one_graph():
+    host = host_cache()
+    hot = HotRows(host, seats=2, rows_per_seat=8, topk=TOPK, leaders=(0, 0))
+    plan, q = plan_of(20, 30), torch.randn(2, 1, HEADS, 576).bfloat16()
+
+    def step(chosen, seats):
+        outs = []
+        for layer in range(2):
+            rows, counts = hot.resolve(layer, chosen, plan, seats)
+            cache = hot.layer(layer)
+            outs.append(
+                sparse_decode(q, cache, rows[:, None], topk_lengths=counts, softmax_scale=0.1)[0]
+            )
+        return torch.stack(outs)
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    for chosen in (lists([0, 5, 19], [7]), lists([5, 6, 19], [7, 29])):
+        ours = compiled(chosen, seats_of(1, 0))
+        hot.forget()
+        assert torch.equal(ours, step(chosen, seats_of(1, 0)))
+    torch.compiler.reset()
+
+
 def test_values_are_checked_on_request():
     hot = HotRows(host_cache(), seats=2, rows_per_seat=12, topk=TOPK)
     plan = plan_of(9, 9)
