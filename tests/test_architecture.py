@@ -93,6 +93,7 @@ LAYERS = {
         "dispatch",
         "ops",
     ),
+    "sparsemla.parallel": ("checks", "ops"),
     "sparsemla.explanation": ("dispatch", "kernels.repeat", "ops"),
     "sparsemla.warmup": (
         "validation",
@@ -110,6 +111,7 @@ LAYERS = {
         "explanation",
         "formats",
         "ops",
+        "parallel",
         "plan",
         "pooling",
         "residency",

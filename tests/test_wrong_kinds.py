@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+import processes
 import sparsemla
 from sparsemla import (
     BF16_576,
@@ -134,6 +135,11 @@ def paged_mqa_arguments():
     }
 
 
+def one_rank():
+    (group,) = processes.on_threads(1, lambda rank, group: group)
+    return group
+
+
 LENGTHS = {"query_lens": [3, 4], "seq_lens": [9, 9]}
 VALID = {
     **{f"sparsemla.{op}": make for op, make in CALLS.items()},
@@ -157,6 +163,22 @@ VALID = {
         "slots": torch.arange(3),
         "rows": torch.zeros(3, 576),
         "scale_mode": "pow2",
+    },
+    "sparsemla.exchange_topk": lambda: {
+        "values": torch.zeros(3, 4),
+        "positions": torch.arange(12).view(3, 4),
+        "topk": 2,
+        "group": one_rank(),
+        "out": torch.empty(3, 2, dtype=torch.int32),
+    },
+    "sparsemla.exchange_states": lambda: {
+        "outs": torch.zeros(2, 3, 4, 8).bfloat16(),
+        "lses": torch.zeros(2, 3, 4),
+        "group": one_rank(),
+        "scatter": "tokens",
+        "attn_sink": torch.zeros(4),
+        "out": torch.empty(3, 4, 8).bfloat16(),
+        "lse": torch.empty(3, 4),
     },
     "sparsemla.slots_of": lambda: {
         "page_table": torch.zeros(2, 2, dtype=torch.int32),

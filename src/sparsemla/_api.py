@@ -25,6 +25,7 @@ from sparsemla.ops.lists import SharedLists
 from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.ops.projection import group_workspace_size, merge_workspace_size
 from sparsemla.ops.residency import Resolved, resolve_workspace_size
+from sparsemla.parallel import exchange_states, exchange_topk
 from sparsemla.plan import (
     Plan,
     PlanBuffers,
@@ -99,6 +100,8 @@ __all__ = [
     "dequantize_blocks",
     "e4m3_format",
     "entry_slots",
+    "exchange_states",
+    "exchange_topk",
     "explain",
     "fetch_rows",
     "forget_seats",

@@ -58,6 +58,9 @@ class ContextShard:
                 )
         # A turn of all parts is computed with in 32 bits.
         check_integer("interleave", self.interleave, 1, max(LIMIT // self.num_parts, 2))
+        for name, value in vars(self).items():
+            if value is not None:
+                object.__setattr__(self, name, int(value))  # of numpy's integers, too
 
     @classmethod
     def unchecked(
@@ -102,8 +105,10 @@ class ContextShard:
             rows: int32, int64 or uint32, of any shape.
         """
         rows = _signed("rows", rows)
-        turn = rows // self.interleave * self.num_ranks + self.rank
-        return torch.where(rows < 0, -1, turn * self.interleave + rows % self.interleave)
+        # Few launches, as it is part of every selection: a row moves by the turns of other ranks.
+        others = self.interleave * (self.num_ranks - 1)
+        positions = torch.add(rows, rows // self.interleave, alpha=others)
+        return positions.add_(self.rank * self.interleave).masked_fill_(rows < 0, -1)
 
     def owner(self, positions: Tensor) -> Tensor:
         """The ranks that keep positions; -1 for negative positions.

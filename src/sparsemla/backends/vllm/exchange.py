@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from sparsemla import ContextShard, PagedCache, indexer_scores_paged, merge_topk, select_topk
+from sparsemla import ContextShard, PagedCache, indexer_scores_paged, select_topk
+from sparsemla.parallel import merge_offers
 
 
 class Run(NamedTuple):
@@ -122,8 +122,10 @@ class ShardedRows:
                 ).flatten(0, 1)
                 rows = select_topk(scores, topk=offered, row_ends=lengths)
                 values = scores.gather(1, rows.clamp(min=0).long())
-                offer = torch.stack([values.view(torch.int32), self.shard.positions(rows)])
-                offers = self.all_gather(offer).unflatten(0, (-1, 2))
-                merge_topk(
-                    offers[:, 0].view(torch.float32), offers[:, 1], topk=topk, out=out[tokens]
+                merge_offers(
+                    values,
+                    self.shard.positions(rows),
+                    topk,
+                    all_gather=self.all_gather,
+                    out=out[tokens],
                 )
