@@ -100,6 +100,7 @@ LAYERS = {
         "formats",
         "cache",
         "pooling",
+        "residency",
         "shards",
         "weights",
         "kernels.attention.schedule",
