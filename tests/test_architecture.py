@@ -112,6 +112,7 @@ LAYERS = {
         "formats",
         "cache",
         "pooling",
+        "residency",
         "shards",
         "weights",
         "kernels.attention.schedule",

@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from sparsemla import (
     indexer_scores_paged,
     merge_states,
     own_positions,
+    parallel,
     select_topk,
     sparse_decode,
     to_slots,
@@ -100,6 +102,12 @@ def test_negative_positions_are_no_ones():
 def test_shares_that_cannot_be_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ContextShard(*arguments)
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    shard = ContextShard(np.int64(1), np.int8(2), np.int32(4), np.int64(8))
+    assert shard == ContextShard(1, 2, 4, 8)
+    assert {type(value) for value in vars(shard).values()} == {int}
 
 
 def test_the_largest_turn_is_computed_in_32_bits():
@@ -190,6 +198,27 @@ def test_states_of_all_parts_are_merged_in_their_order(num_ranks, parts, dtype, 
                 wanted = share(whole, rank, ("tokens", "heads").index(scatter))
             assert_equal("result", result, wanted.contiguous())
             assert not result.isnan().any()
+
+
+@pytest.mark.parametrize("scatter", ["heads", None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_received_states_are_read_by_vectors(monkeypatch, dtype, scatter):
+    merged = []
+
+    def spy(outs, lses, **options):
+        merged.append((outs, lses))
+        return merge_states(outs, lses, **options)
+
+    monkeypatch.setattr(parallel, "merge_states", spy)
+
+    def merge(rank, group):
+        states = states_of(Draw(73), 1, 3, 6, dtype)
+        return exchange_states(*states, group=group, scatter=scatter)
+
+    processes.on_threads(2, merge)
+    for states in merged[0] + merged[1]:
+        assert states.stride(0) % 16 == states.storage_offset() % 16 == 0
+        assert states.untyped_storage().nbytes() > 2 * states[0].nbytes  # not a copy of one of both
 
 
 @pytest.mark.parametrize("scatter", ["heads", "tokens", None])

@@ -436,6 +436,42 @@ def test_rows_in_fast_memory_compile_nothing(run):
     assert done.stdout.split() == ["_resolve_kernel", "_fetch_kernel"], done.stderr[-4000:]
 
 
+EXCHANGES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from torch import distributed
+from sparsemla import exchange_states, exchange_topk, warm_up
+from test_warmup import recorded
+
+class Group(distributed.ProcessGroup):  # of two ranks, of which one is missing
+    def size(self):
+        return 2
+
+group = Group(0, 2)
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+def step():
+    selected = exchange_topk(empty(3, 64), empty(3, 64, dtype=torch.int32), 64, group=group)
+    assert selected.shape == (3, 64)
+    for scatter, heads in (("heads", 8), (None, 16)):
+        states = empty(2, 3, 16, 512, dtype=torch.bfloat16), empty(2, 3, 16)
+        out, lse = exchange_states(*states, group=group, scatter=scatter)
+        assert (out.shape, lse.shape) == ((3, heads, 512), (3, heads))
+
+with recorded("sm_80") as kernels:
+    warm_up(steps=[step], device="cuda:0")
+print(*sorted({kernel.split()[0] for kernel in kernels}))
+"""
+
+
+def test_exchanges_are_warmed_up_without_the_other_ranks(run):
+    done = run(EXCHANGES)
+    assert done.stdout.split() == ["_merge", "_merge_kernel"], done.stderr[-4000:]
+
+
 CONVERTED = """
 import sys
 sys.path.insert(0, sys.argv[1])

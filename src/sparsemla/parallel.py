@@ -4,6 +4,8 @@ Each rank of a context-parallel group scores and attends to the positions that i
 :class:`sparsemla.ContextShard` of every context. :func:`exchange_topk` makes one selection of the
 selections of all ranks, and :func:`exchange_states` one attention of their partial results. All
 ranks must call both with equal shapes, because collectives of all ranks have to match.
+torch sends no tensors of its ``meta`` device, so :func:`sparsemla.warm_up` runs steps that call
+both.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from torch import Tensor, distributed
 from sparsemla.checks import FLOATS, Checker
 from sparsemla.ops import merge_states, merge_topk
 
-ALIGNMENT = 16
-"""Bytes: kernels read states by vectors of so many."""
+ALIGNMENT = 64
+"""Bytes: 16 elements of float32. Triton reads by vectors if strides are multiples of 16 elements;
+otherwise it also adds the parts in another order, to other bits."""
 
 
 def exchange_topk(

@@ -58,6 +58,9 @@ class ContextShard:
                 )
         # A turn of all parts is computed with in 32 bits.
         check_integer("interleave", self.interleave, 1, max(LIMIT // self.num_parts, 2))
+        for name, value in vars(self).items():
+            if value is not None:
+                object.__setattr__(self, name, int(value))  # of numpy's integers, too
 
     @classmethod
     def unchecked(

@@ -819,7 +819,8 @@ def forget_seats_case(
 ) -> Arguments:
     """Arguments of ``forget_seats``; some seats are out of range."""
     table = resolve_rows_case(draw, spare=rows_per_seat)["table"]
-    return {"table": table, "seats": draw.tensor([3, -1, 0, 7, 2**31 - 1], dtype)}
+    seats = [*draw.shuffled(range(7))[:3], -1, 7, 2**31 - 1]
+    return {"table": table, "seats": draw.tensor(seats, dtype)}
 
 
 def shared_prefill_case(
