@@ -92,6 +92,7 @@ CASES = VALID | {
 
 ON_THE_DEFAULT_DEVICE = {
     "sparsemla.PagedCache.allocate",
+    "sparsemla.RowTable.allocate",
     "sparsemla.WindowState.allocate",
     "sparsemla.rope_frequencies",
 }
@@ -100,6 +101,14 @@ ON_THE_DEFAULT_DEVICE = {
 READS_VALUES = {
     "sparsemla.DecodeRunner",
     "sparsemla.DecodeRunner.run",
+    "sparsemla.HostCache",
+    "sparsemla.HostCache.allocate",
+    "sparsemla.HostContext.rows",
+    "sparsemla.HostContext.selected",
+    "sparsemla.HostContext.start",
+    "sparsemla.HotRows.forget",
+    "sparsemla.HotRows.resolve",
+    "sparsemla.HotRows.truncate",
     "sparsemla.PagedCache.gather",
     "sparsemla.PagedCache.read",
     "sparsemla.PagedCache.read, FP4",
@@ -109,6 +118,9 @@ READS_VALUES = {
     "sparsemla.projection_weight",  # its layer is real
 }
 """Callables that torch refuses in a fake mode, because they read or write values on the host."""
+
+GIVES_MEMORY = {"sparsemla.HostCache.layer", "sparsemla.HotRows.layer"}
+"""Callables that give tensors which their object has had since before the mode."""
 
 STATES = {
     "another default device": default_device,
@@ -236,7 +248,7 @@ def test_a_fake_mode_changes_nothing_afterwards(name):
         shapes = [leaf[:2] for leaf in wanted if isinstance(leaf, tuple)]
         found = [leaf for leaf in leaves((got, arguments)) if isinstance(leaf, Tensor)]
         assert [(leaf.dtype, leaf.shape) for leaf in found] == shapes
-        assert all(isinstance(leaf, FakeTensor) for leaf in found)
+        assert name in GIVES_MEMORY or all(isinstance(leaf, FakeTensor) for leaf in found)
     assert outcome(name, arguments_of(name)) == wanted
 
 
