@@ -148,6 +148,11 @@ class Layers(ABC):
         return self._formats
 
     @property
+    def row_names(self) -> list[str]:
+        """The formats of rows, the first one's before others that some layers have."""
+        return [self._formats[0].name]
+
+    @property
     def packs(self) -> bool:
         """Whether a row may be several sequences: states of linear attention would pass on."""
         return not self.linear

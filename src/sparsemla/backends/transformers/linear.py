@@ -107,7 +107,7 @@ class HybridCache(BatchCache):
     def advance(self, new: Tensor) -> None:
         """Count the columns ``new [B, S]`` of a step, True where they are not padding."""
         super().advance(new)
-        if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             self._linear.keep()
 
     def reset(self) -> None:
