@@ -1112,6 +1112,8 @@ def test_counts_of_the_batching_example(capsys: pytest.CaptureFixture[str]) -> N
 
 
 MODELS = "docs/models.md"
+RAN_ON_H200 = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "glm5_next")
+"""Types whose tests ran on a GPU, as the pages say that the table links."""
 
 
 def model_rows(header: str) -> list[list[str]]:
@@ -1140,7 +1142,7 @@ def test_the_models_of_transformers() -> None:
         oldest = tuple(map(int, since.split(".")))
         assert (model_type in transformers.CONFIG_MAPPING) == (version >= oldest), model_type
         assert model_type in proofs[proof], model_type
-        ran = model_type in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4")
+        ran = model_type in RAN_ON_H200
         assert where == "CPU" or (ran and where.startswith("CPU, [H200](")), model_type
     assert {row[1] for row in table[:-2]} == SMALL.keys()
     refused = {row[0]: row[2] for row in model_rows("| model | where |") if row[1] != "vLLM"}
@@ -1150,7 +1152,7 @@ def test_the_models_of_transformers() -> None:
 def test_the_models_of_engines() -> None:
     """The tables have the architectures that the plugins register, and the refused ones."""
     from sparsemla.backends.vllm import NVIDIA_MODELS, V4_MODELS
-    from sparsemla.backends.vllm.settings import OWN_ATTENTION, OWN_INDEXER
+    from sparsemla.backends.vllm.settings import GLM5_NEXT, OWN_ATTENTION, OWN_INDEXER
 
     def base(architectures: Iterable[str]) -> set[str]:
         """Without models that draft, which come with another one."""
@@ -1159,15 +1161,16 @@ def test_the_models_of_engines() -> None:
     table = model_rows("| models | architecture |")
     served = {row[2]: {other[1] for other in table if other[2] == row[2]} for row in table}
     assert served == {
-        "vLLM 0.33": base(NVIDIA_MODELS) | base(V4_MODELS),
+        "vLLM 0.33": base(NVIDIA_MODELS) | base(V4_MODELS) | base(GLM5_NEXT[1:]),
         "SGLang 0.5.23": base(NVIDIA_MODELS),
     }
     for _, architecture, _, command, _, proof in table:
         words, link = re.fullmatch(r"\[`(.+)`\]\((.+?)(?:#.+)?\)", command).groups()
         assert words in page(f"docs/{link}"), architecture
         assert architecture in page(proof), architecture
-    refused = {row[0]: row[2] for row in model_rows("| model | where |") if row[1] == "vLLM"}
+    table = model_rows("| model | where |")
+    refused = {row[0]: row[2] for row in table if row[1] == "vLLM"}
     for architecture in base(OWN_ATTENTION):
         assert refused[architecture] == OWN_ATTENTION[architecture]
-    pooled = "Glm5NextForConditionalGeneration"
-    assert refused[pooled] == f"its rows have 512 dims; its indexer {OWN_INDEXER[pooled]}"
+    pooled = GLM5_NEXT[1]
+    assert [pooled, "vLLM, `sparsemla_indexer", OWN_INDEXER[pooled]] in table
