@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -205,8 +206,8 @@ ROUNDING = 0.02
 of :data:`WRONG` differs by more than four times as much."""
 
 
-def test_prefill_decode_and_chunks(model):
-    ids = tokens(2, 60)
+def test_prefill_decode_and_chunks(model, device):
+    model, ids = copy.deepcopy(model).to(device), tokens(2, 60).to(device)
     expected = model(ids).logits
     with enable(model, page_size=8) as handle:
         assert error(model(ids).logits, expected) < ROUNDING
@@ -289,10 +290,10 @@ def test_selections_equal_transformers(model_type, sizes, index_format):
     assert same / (chosen >= 0).sum() >= least
 
 
-def test_fp8_rows_beside_rows_without_rope():
+def test_fp8_rows_beside_rows_without_rope(device):
     """Rows of 656 bytes with RoPE, of 528 without; only rows of owners are kept."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
-    model, ids = make_model("mistral_large4", **sizes), tokens(2, 50)
+    model, ids = make_model("mistral_large4", **sizes).to(device), tokens(2, 50).to(device)
     expected = model(ids).logits
     with enable(model, cache_format="fp8_ds_mla", page_size=8) as handle:
         got = model(ids).logits
@@ -305,16 +306,16 @@ def test_fp8_rows_beside_rows_without_rope():
 
 
 @pytest.mark.parametrize("model_type", ["mistral_large4", "dots3_note_text", "longcat_flash"])
-def test_a_static_cache_and_other_rows(model_type):
+def test_a_static_cache_and_other_rows(model_type, device):
     """Rows of a cache may be exchanged, copied and forgotten; its memory stays where it is."""
-    model, ids = make_model(model_type), tokens(2, 30)
+    model, ids = make_model(model_type).to(device), tokens(2, 30).to(device)
     expected = model(ids).logits
     with enable(model, page_size=8) as handle:
         cache = handle.new_cache(2, max_length=32)
         model(ids[:, :20], **{CACHE: cache})
         addresses = [tensor.data_ptr() for tensor in cache._tensors()]
         cache.crop(-5)
-        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.reorder_cache(torch.tensor([1, 0], device=device))
         model(ids.flip(0)[:, 15:29], **{CACHE: cache})
         last = model(ids.flip(0)[:, 29:], **{CACHE: cache}).logits
         assert addresses == [tensor.data_ptr() for tensor in cache._tensors()]
