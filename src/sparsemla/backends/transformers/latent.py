@@ -444,7 +444,7 @@ class LatentLayers(Layers):
         step = step.on(cache.data.device)
         x = step.pick(hidden_states)  # [T, hidden]
         position_ids = None
-        if self._architecture.scales_queries or hasattr(attention, "softmax_scaling"):
+        if self._architecture.scales_queries or "softmax_scaling" in attention._modules:
             columns = given["position_ids"].expand(hidden_states.shape[:2])
             position_ids = step.pick(columns[..., None])[:, 0]
         rotation = None
@@ -487,7 +487,7 @@ class LatentLayers(Layers):
             out = attend_to(step, q, cache, cast(Tensor, slots), softmax_scale=attention.scaling)
             out = project_heads(out, w_uv)
         else:
-            sinks = getattr(attention, "sinks", None)
+            sinks = attention._parameters.get("sinks")
             layer = MLALayer(
                 w_uk,
                 w_uv,
@@ -523,26 +523,27 @@ class LatentLayers(Layers):
             position_ids: ``[T]``, the model's, for queries that are scaled by position.
             factor: of the low-rank input.
         """
-        heads = attention.num_heads, -1
+        # A look for an attribute that a module does not have costs microseconds.
+        heads, parts = (attention.num_heads, -1), attention._modules
         q_resid = gate = None
-        if getattr(attention, "q_lora_rank", None) is None:
+        if parts.get("q_proj") is not None:
             q = torch.unflatten(attention.q_proj(x), -1, heads)
         else:
             q_a = attention.q_a_proj(x)
             q_resid = attention.q_a_layernorm(q_a)
             if factor != 1:
                 q_resid = q_resid * factor
-            if hasattr(attention, "q_gate_proj"):
+            if "q_gate_proj" in parts:
                 both = attention.q_gate_proj(torch.cat([q_resid, q_a], dim=-1))
                 dims = [attention.qk_head_dim, attention.v_head_dim]
                 q, gate = torch.unflatten(both, -1, heads).split(dims, dim=-1)
             else:
                 q = torch.unflatten(attention.q_b_proj(q_resid), -1, heads)
-        if hasattr(attention, "gate_proj"):
+        if "gate_proj" in parts:
             gate = torch.unflatten(attention.gate_proj(x), -1, heads)
-        elif hasattr(attention, "g_proj"):
+        elif "g_proj" in parts:
             gate = attention.g_proj(x)[..., None]
-        if hasattr(attention, "softmax_scaling"):
+        if "softmax_scaling" in parts:
             q = _scaled(attention, q, position_ids)
         elif self._architecture.scales_queries:
             beta, context = _llama4_scaling(self._base.config)
@@ -553,7 +554,7 @@ class LatentLayers(Layers):
     def _kv(self, attention: Any, x: Tensor) -> Tensor:  # noqa: ANN401 - see _queries
         """Rows ``[T, L + R]`` before norm and RoPE."""
         kv = attention.kv_a_proj_with_mqa(x)
-        if not hasattr(attention, "k_rope_only_layernorm"):
+        if "k_rope_only_layernorm" not in attention._modules:
             return cast(Tensor, kv)
         latent, rope = kv.split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
         return torch.cat([latent, attention.k_rope_only_layernorm(rope)], dim=-1)
@@ -699,9 +700,9 @@ def _project_index(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[T, HI, DI]``, head weights ``[T, HI]`` and keys ``[T, DI]``, as projected."""
     # Mistral Large 4 has no low-rank queries.
-    source = indexer.q_input_norm(x) if hasattr(indexer, "q_input_norm") else q_resid
+    source = indexer.q_input_norm(x) if "q_input_norm" in indexer._modules else q_resid
     q = torch.unflatten(indexer.wq_b(source), -1, (indexer.n_heads, -1))
-    if hasattr(indexer, "softmax_scaling"):
+    if "softmax_scaling" in indexer._modules:
         q = _scaled(indexer, q, position_ids)
     weights = indexer.weights_proj(x.to(indexer.weights_proj.weight.dtype))
     return q, weights, indexer.wk(x)
