@@ -1109,3 +1109,68 @@ def test_counts_of_the_batching_example(capsys: pytest.CaptureFixture[str]) -> N
 
     assert counts(shown) == counts(printed)
     assert all(counts(shown))
+
+
+MODELS = "docs/models.md"
+RAN_ON_H200 = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "glm5_next")
+"""Types whose tests ran on a GPU, as the pages say that the table links."""
+
+
+def model_rows(header: str) -> list[list[str]]:
+    found = [cells(line) for line in table_after(page(MODELS), header)]
+    return [[cell.strip("`") for cell in row] for row in found]
+
+
+def test_the_models_of_transformers() -> None:
+    """The table has every type, since the version that has it, with the tests that run it."""
+    transformers = pytest.importorskip("transformers")
+    from sparsemla.backends.transformers.attention import LAYERS, NOT_SERVED
+    from sparsemla_lab.testing.models import CLASSES
+    from test_transformers_models import MODELS as SMALL
+
+    proofs = {
+        "tests/test_transformers_models.py": SMALL,
+        "tests/test_transformers.py": CLASSES,
+        "tests/test_transformers_glm5.py": ["glm5_next"],
+        "tests/test_transformers_v4.py": ["deepseek_v4"],
+    }
+    names = {each if each in SMALL else each.removesuffix("_text") for each in LAYERS}
+    table = model_rows("| models | `model_type` |")
+    assert sorted(row[1] for row in table) == sorted(names | {"kimi_k25"})
+    version = tuple(map(int, transformers.__version__.split(".")[:2]))
+    for _, model_type, since, _, where, proof in table:
+        oldest = tuple(map(int, since.split(".")))
+        assert (model_type in transformers.CONFIG_MAPPING) == (version >= oldest), model_type
+        assert model_type in proofs[proof], model_type
+        ran = model_type in RAN_ON_H200
+        assert where == "CPU" or (ran and where.startswith("CPU, [H200](")), model_type
+    assert {row[1] for row in table[:-2]} == SMALL.keys()
+    refused = {row[0]: row[2] for row in model_rows("| model | where |") if row[1] != "vLLM"}
+    assert refused.items() >= NOT_SERVED.items()
+
+
+def test_the_models_of_engines() -> None:
+    """The tables have the architectures that the plugins register, and the refused ones."""
+    from sparsemla.backends.vllm import NVIDIA_MODELS, V4_MODELS
+    from sparsemla.backends.vllm.settings import GLM5_NEXT, OWN_ATTENTION, OWN_INDEXER
+
+    def base(architectures: Iterable[str]) -> set[str]:
+        """Without models that draft, which come with another one."""
+        return {each for each in architectures if not re.search("MTP|Draft", each)}
+
+    table = model_rows("| models | architecture |")
+    served = {row[2]: {other[1] for other in table if other[2] == row[2]} for row in table}
+    assert served == {
+        "vLLM 0.33": base(NVIDIA_MODELS) | base(V4_MODELS) | base(GLM5_NEXT[1:]),
+        "SGLang 0.5.23": base(NVIDIA_MODELS),
+    }
+    for _, architecture, _, command, _, proof in table:
+        words, link = re.fullmatch(r"\[`(.+)`\]\((.+?)(?:#.+)?\)", command).groups()
+        assert words in page(f"docs/{link}"), architecture
+        assert architecture in page(proof), architecture
+    table = model_rows("| model | where |")
+    refused = {row[0]: row[2] for row in table if row[1] == "vLLM"}
+    for architecture in base(OWN_ATTENTION):
+        assert refused[architecture] == OWN_ATTENTION[architecture]
+    pooled = GLM5_NEXT[1]
+    assert [pooled, "vLLM, `sparsemla_indexer", OWN_INDEXER[pooled]] in table

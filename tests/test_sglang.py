@@ -281,6 +281,7 @@ def arguments(tmp_path):
         {"dsa_prefill_backend": "flashmla_auto"},
         {"kv_cache_dtype": "bfloat16", "dsa_prefill_backend": "fa3"},
         {"dsa_topk_backend": "flashinfer"},
+        {"config": {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}},
     ],
     ids=str,
 )

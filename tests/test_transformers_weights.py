@@ -18,7 +18,7 @@ from sparsemla import e4m3_format
 transformers = pytest.importorskip("transformers")
 
 from sparsemla.backends.transformers import disable, enable  # noqa: E402
-from sparsemla.backends.transformers.layers import LINEAR  # noqa: E402
+from sparsemla.backends.transformers.linear import LINEAR  # noqa: E402
 from sparsemla_lab.testing.models import CLASSES, copying_model  # noqa: E402
 from sparsemla_lab.testing.models_glm5 import pooled_model  # noqa: E402
 from sparsemla_lab.testing.models_v4 import compressed_copying_model  # noqa: E402

@@ -7,6 +7,7 @@ indices are vLLM's and not an imitation. CI installs vLLM for this file alone: s
 import ast
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 import inspect
 import itertools
@@ -14,10 +15,11 @@ import json
 import os
 import pickle
 import re
+import sys
 import warnings
 from multiprocessing import forkserver
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +126,7 @@ from sparsemla import (
     INDEX_MXFP4,
     ContextShard,
     PagedCache,
+    bf16_format,
     fused_indexer_rope_quant,
     parallel,
     reference,
@@ -473,7 +476,7 @@ def test_served(config, changes):
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype must be one of auto, bfloat16, fp8_ds_mla"),
         ({"kv_cache_dtype": "nvfp4_ds_mla"}, "got nvfp4_ds_mla"),
         ({"kv_cache_dtype": "float16"}, "got float16"),
-        ({"head_size": 512}, "head_size not supported"),
+        ({"head_size": 320}, "head_size not supported"),
         ({"dtype": torch.float16}, "dtype not supported"),
         ({"block_size": 32}, "block_size not supported"),
         ({"device_capability": DeviceCapability(7, 5)}, "compute capability not supported"),
@@ -534,8 +537,8 @@ def test_batch_invariance_is_refused_where_results_could_change(
     [
         ({"index_topk": 100}, "index_topk must be a multiple of 128, got 100"),
         ({"index_topk": None}, "index_topk must be a multiple of 128, got None"),
-        ({"kv_lora_rank": 256}, "must be (512, 64), got (256, 64)"),
-        ({"qk_rope_head_dim": 0}, "must be (512, 64), got (512, 0)"),
+        ({"kv_lora_rank": 256}, "must be (512, 64) or (512, 0), got (256, 64)"),
+        ({"qk_rope_head_dim": 32}, "must be (512, 64) or (512, 0), got (512, 32)"),
     ],
     ids=str,
 )
@@ -637,13 +640,13 @@ class Batch:
         return buffer
 
 
-def builder(config, dtype="auto"):
-    fmt = attention.FORMATS[dtype]
+def builder(config, dtype="auto", head_size=576):
+    fmt = attention.format_of(dtype, head_size)
     spec = MLAAttentionSpec(
         block_size=PAGE_SIZE,
         num_kv_heads=1,
         max_tp_shards=1,
-        head_size=576,
+        head_size=head_size,
         dtype=fmt.storage_dtype,
         cache_dtype_str=dtype,
         state_content_bytes=fmt.bytes_per_token if dtype == "fp8_ds_mla" else None,
@@ -688,14 +691,20 @@ def locked_workspace():
         manager.unlock()
 
 
-def check_layer(config, batch, num_heads, dtype="auto", one_piece=False):
+NOPE = {"head_size": 512, "qk_rope_head_dim": 0, "qk_head_dim": 128}
+"""A layer of GLM-5.3-Flash, whose rows have no RoPE."""
+
+
+def check_layer(config, batch, num_heads, dtype="auto", one_piece=False, **changes):
     """A layer's attention against the reference; its results."""
-    cache = batch.cache(attention.FORMATS[dtype])
+    head_size = changes.get("head_size", 576)
+    cache = batch.cache(attention.format_of(dtype, head_size))
     buffer = batch.selections()
-    q = decode_queries(batch.draw, batch.rows, num_heads, 576)
-    metadata = builder(config, dtype).build(0, batch.common())
+    q = decode_queries(batch.draw, batch.rows, num_heads, head_size)
+    metadata = builder(config, dtype, head_size).build(0, batch.common())
     parts = q if one_piece else (q[..., :512].contiguous(), q[..., 512:].contiguous())
-    made = layer(buffer, num_heads, dtype)
+    made = layer(buffer, num_heads, dtype, **changes)
+    q = pad(q, (0, cache.format.head_dim - head_size))  # vLLM stores zeros beside e4m3
     with locked_workspace():
         out, lse = made.forward_mqa(parts, cache.data, metadata, None)
 
@@ -728,6 +737,37 @@ def test_decodes_and_prefills_in_one_batch(config, num_heads, dtype):
 @pytest.mark.parametrize("num_heads", [1, 8, 16, 24, 128])
 def test_decodes(config, num_heads, dtype):
     check_layer(config, Batch(Draw(0), [1, 1, 1], [1, 65, 300]), num_heads, dtype)
+
+
+@pytest.mark.parametrize("one_piece", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lens", [MIXED, {"query_lens": [1, 1, 1], "seq_lens": [1, 65, 300]}])
+def test_rows_without_rope(config, lens, dtype, one_piece):
+    """vLLM's lists of pooled tokens are wider than the model's selection, by their open pool."""
+    batch = Batch(Draw(0), **lens, topk=TOPK + 128)
+    check_layer(config, batch, 8, dtype, one_piece, **NOPE)
+
+
+def test_contexts_of_rows_without_rope_may_be_converted_first(engine):
+    made = engine(8, MAX_TOKENS, 4096)
+    batch = Batch(Draw(0), **CONVERTED, topk=SELECTED)
+    assert builder(made, "fp8_ds_mla", 512).build(0, batch.common()).conversions
+    check_layer(made, batch, 8, "fp8_ds_mla", **NOPE)
+
+
+def test_rows_without_rope_have_zeros_beside_e4m3_only(config):
+    buffer = Batch(Draw(0), [1], [1]).selections()
+    assert layer(buffer, 8, "auto", **NOPE).format == bf16_format(512)
+    assert builder(config, "bfloat16", 512).format == bf16_format(512)
+    assert not layer(buffer, 8, "fp8_ds_mla", **NOPE).supports_dense_mha_prefill
+    assert layer(buffer, 8, "auto", **NOPE).supports_dense_mha_prefill
+    assert layer(buffer, 8, "fp8_ds_mla").supports_dense_mha_prefill
+
+
+def test_glm_5_3_is_served(config, monkeypatch):
+    monkeypatch.setattr(config.model_config.hf_text_config, "qk_rope_head_dim", 0)
+    for dtype in DTYPES:
+        assert refusals(head_size=512, kv_cache_dtype=dtype) == []
 
 
 SELECTED = 2048
@@ -2266,7 +2306,9 @@ def build_model(model_config, plain_vllm, monkeypatch):
 
     def write(kv_c, k_pe, cache, slots, *, kv_cache_dtype, scale, skip_scale):
         rows = torch.cat([kv_c, k_pe], dim=-1)
-        PagedCache(cache, attention.FORMATS[kv_cache_dtype]).write(slots, rows)
+        fmt = attention.format_of(kv_cache_dtype, rows.shape[-1])
+        rows = pad(rows, (0, fmt.head_dim - rows.shape[-1]))
+        PagedCache(cache, fmt).write(slots, rows)
 
     platform = type(current_platform)
     monkeypatch.setattr(platform, "device_type", "cpu")
@@ -2364,6 +2406,90 @@ def log_probabilities(config, model, ids, chunks=CHUNKS):
     """Of tokens that come in chunks and then one by one."""
     server = Server(config, model)
     return torch.cat([server.step(ids[0, first:last], first) for first, last in chunks])
+
+
+class Selecting(torch.nn.Module):
+    """In the place of GLM-5.3-Flash's indexer, whose kernels are CUDA's: it selects all tokens."""
+
+    def __init__(self, vllm_config, config, *sizes):
+        super().__init__()
+        self.topk_tokens = config.index_topk
+        self.topk_indices_buffer = sizes[-2]
+
+    def forward(self, hidden_states, q_c, positions, rotary):
+        tokens = torch.arange(self.topk_indices_buffer.shape[1], dtype=torch.int32)
+        chosen = torch.where(tokens <= positions[:, None], tokens, -1)
+        self.topk_indices_buffer[: len(positions)] = chosen
+        return self.topk_indices_buffer
+
+
+@pytest.fixture
+def glm5next(monkeypatch):
+    """vLLM's module of GLM-5.3-Flash's attention, without the package that reads images."""
+    package = ModuleType("vllm.models.glm5next")
+    package.__path__ = [str(Path(mla.__file__).parents[2] / "models" / "glm5next")]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    module = importlib.import_module("vllm.models.glm5next.common.attention")
+    monkeypatch.setattr(module, "Indexer", Selecting)
+    return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is built for the CPU")
+@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+def test_a_layer_of_glm_5_3_with_vllms_class(
+    build_model, glm5next, model_config, monkeypatch, dtype
+):
+    """As in ``Glm5NextForConditionalGeneration``, beside attention in float32 without a cache."""
+    monkeypatch.setattr(model_config.hf_config, "qk_rope_head_dim", 0)
+    config = engine_config(
+        model_config,
+        dtype,
+        attention_config=AttentionConfig(backend="CUSTOM"),
+        compilation_config=CompilationConfig(custom_ops=["none"]),
+    )
+    text = SimpleNamespace(rms_norm_eps=1e-5, index_topk=TOPK, indexer_rope_interleave=True)
+    buffer = torch.empty(MAX_TOKENS, TOPK + 128, dtype=torch.int32)
+    sizes = {"hidden_size": 256, "num_heads": 8, "q_lora_rank": 128, "kv_lora_rank": 512}
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        made = glm5next.Glm5NextMLAAttention(
+            config,
+            text,
+            **sizes,
+            qk_nope_head_dim=128,
+            qk_rope_head_dim=0,
+            v_head_dim=64,
+            cache_config=config.cache_config,
+            prefix="layer",
+            topk_indices_buffer=buffer,
+            skip_rope=True,
+        )
+    draw = Draw(0)
+    for weight in made.parameters():
+        deviation = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.2
+        weight.data = (draw.normal(*weight.shape) * deviation + (weight.dim() == 1)).bfloat16()
+    absorb(config)
+    x, server = draw.normal(140, 256).bfloat16(), Server(config, made)
+    table, found = torch.tensor([[5, 2, 7]]).int(), []
+    for first, last in CHUNKS:
+        common = server.common(first, last - first, table)
+        metadata = {name: each.build(0, common) for name, each in server.builders.items()}
+        positions = torch.arange(first, last)
+        found.append(server.run(metadata, common, x[first:last], positions))
+
+    def normed(x, norm):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight.float(), 1e-5)
+
+    both = x.float() @ made.fused_qkv_a_proj.weight.float().T
+    q_a, latent = both.split([128, 512], dim=-1)
+    q = normed(q_a, made.q_a_layernorm) @ made.q_b_proj.weight.float().T
+    kv = normed(latent, made.kv_a_layernorm) @ made.kv_b_proj.weight.float().T
+    k, v = kv.unflatten(-1, (8, -1)).split([128, 64], dim=-1)
+    scores = torch.einsum("qhd,khd->hqk", q.unflatten(-1, (8, -1)), k) * 128**-0.5
+    scores = scores.masked_fill(torch.ones(140, 140).triu(1).bool(), -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+    expected = out @ made.o_proj.weight.float().T
+    error = (torch.cat(found).float() - expected).norm() / expected.norm()
+    assert error < (0.04 if dtype == "fp8_ds_mla" else 0.01)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model is built for the CPU")
@@ -2714,16 +2840,22 @@ def in_engine(config, **batch):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
-@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize(
+    ("num_heads", "changes"),
+    [(16, {}), (128, {}), (16, NOPE)],
+    ids=["16", "128", "16 without RoPE"],
+)
 def test_a_batch_reaches_no_kernel_that_was_not_warmed_up(
-    run_python, config, calls, monkeypatch, num_heads, dtype
+    run_python, config, calls, monkeypatch, num_heads, changes, dtype
 ):
+    topk = TOPK + 128 if changes else TOPK
     with warmed_up(config, monkeypatch) as configurations:
         for lens in (MIXED, {"query_lens": [1, 1, 1], "seq_lens": [1, 65, 300]}):
-            check_layer(config, in_engine(config, **lens), num_heads, dtype)
+            batch = in_engine(config, **lens, topk=topk)
+            check_layer(config, batch, num_heads, dtype, **changes)
         context = config.compilation_config.static_forward_context
-        cache = Batch(Draw(0), **MIXED).cache(attention.FORMATS[dtype])
-        made = layer(Batch(Draw(0), **MIXED).selections(), num_heads, dtype)
+        made = layer(batch.selections(), num_heads, dtype, **changes)
+        cache = Batch(Draw(0), **MIXED).cache(made.format)
         context[LAYER] = SimpleNamespace(impl=made, kv_cache=cache.data)
     (serving,) = configurations
     assert (serving.num_heads, serving.page_size) == (num_heads, PAGE_SIZE)

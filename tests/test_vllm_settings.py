@@ -612,6 +612,17 @@ def test_models_with_another_indexer_are_refused(monkeypatch, architecture):
     assert message(settings.refuse, named(plain(), architecture)) == ""
 
 
+def test_glm_5_3_needs_a_gpu_with_vllms_indexer(monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
+    for architecture in settings.GLM5_NEXT:
+        custom = named(plain("CUSTOM"), architecture)
+        monkeypatch.setattr(settings, "unserved_gpu", lambda: "sm_89")
+        assert "GLM-5.3-Flash has no kernels for sm_89" in message(settings.refuse, custom)
+        monkeypatch.setattr(settings, "unserved_gpu", lambda: None)
+        assert message(settings.refuse, custom) == ""
+        assert message(settings.refuse, named(plain(), architecture)) == ""
+
+
 def test_platforms_that_ignore_the_backend_are_refused(monkeypatch):
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
     custom = named(plain("CUSTOM"), "DeepseekV32ForCausalLM")
@@ -720,9 +731,6 @@ ASKING = {
     "DeepseekV3ForCausalLM": "dense, or the portable class of DeepSeek-V3.2",
     "Glm4MoeLiteForCausalLM": "dense",
     "Glm4MoeLiteMTPModel": "dense",
-    "Glm5NextForCausalLM": "its rows have 512 dims",
-    "Glm5NextForConditionalGeneration": "its rows have 512 dims",
-    "Glm5NextMTPModel": "its rows have 512 dims",
     "KimiK3ForConditionalGeneration": "dense",
     "KimiK3MTPModel": "dense",
     "KimiLinearForCausalLM": "dense",
@@ -739,7 +747,7 @@ ASKING = {
     "SarvamMoEForCausalLM": "not MLA",
 }
 """Models with lists of selected positions that refuse ``CUSTOM`` themselves: they ask for the
-backend, which serves sparse MLA of 576 dims only, or are refused as models without MLA."""
+backend, which serves sparse MLA of 576 dims, or 512 without RoPE, or have no MLA."""
 
 
 def test_every_model_with_selected_positions_is_served_or_refused():
@@ -751,7 +759,7 @@ def test_every_model_with_selected_positions_is_served_or_refused():
         files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
         if any("topk_indices_buffer" in file.read_text() for file in files):
             found.add(architecture)
-    served = plugins.GENERIC_MODELS.keys() | {*settings.DEEPSEEK_V4}
+    served = plugins.GENERIC_MODELS.keys() | {*settings.DEEPSEEK_V4, *settings.GLM5_NEXT}
     assert found == served | settings.OWN_ATTENTION.keys() | ASKING.keys()
     assert not ASKING.keys() & (served | settings.OWN_ATTENTION.keys())
     assert {*settings.DEEPSEEK_V32} == plugins.GENERIC_MODELS.keys()

@@ -1,7 +1,7 @@
 """This package's attention inside models of Hugging Face transformers, 5.17 to 5.24.
 
-:func:`enable` replaces the attention of a DeepSeek, GLM-5, A.X-K2 or Hunyuan V4 model and the cache
-that the model keeps between steps: paged caches and the ops of this package take their place.
+:func:`enable` replaces the attention of a model with latent rows, such as DeepSeek's or GLM-5, and
+the cache that the model keeps between steps: paged caches and this package's ops take their place.
 Weights, ``generate`` and all other layers stay as they are in transformers. transformers expands
 keys and values for each head and masks a ``[tokens, context]`` score matrix; this backend stores
 rows that all heads share and attends to the selected ones only.

@@ -50,6 +50,7 @@ PAGE_SIZE = 64
 
 NOT_SERVED = {
     "deepseek_v41": "its layers share entries and select them in two steps, and no op here does",
+    "hy_v4_vl_text": "its positions have three axes, and rows here have one",
 }
 """Related model types that are refused, with the reason."""
 
@@ -124,11 +125,11 @@ class PagedAttention(Handle):
     def __repr__(self) -> str:
         """Layers, formats, bytes, and the kernels of a decode step of one token."""
         layers, empty = self._layers, self._layers.new_cache(0)
-        rows, keys = layers.formats
+        _, keys = layers.formats
         held = "" if self.cache is None else f", {self.cache.nbytes} in use"
         lines = [
             f"{self._title()}: {len(layers.modules)} layers on {', '.join(layers.devices)}",
-            f"rows: {rows.name}" + (f"; index keys: {keys.name}" if keys else ""),
+            f"rows: {', '.join(layers.row_names)}" + (f"; index keys: {keys.name}" if keys else ""),
             f"cache: {empty.bytes_per_token:g} bytes a token{held}",
             "decode kernels: " + ", ".join(f"{op} {name}" for op, name in layers.kernels().items()),
         ]
@@ -348,7 +349,10 @@ def enable(
     training: bool | Stage = False,
     index_loss_coefficient: float = 1.0,
 ) -> PagedAttention | TrainingAttention:
-    """Plug this package's attention into a DeepSeek, GLM-5, A.X-K2 or Hunyuan V4 model.
+    """Plug this package's attention into a model with latent rows, such as DeepSeek's or GLM-5.
+
+    The documentation lists the models. Attention modules must have the parts that are read here:
+    a configuration or a version of transformers that adds another one is refused by its name.
 
     The model is changed in place until :meth:`PagedAttention.disable` or :func:`disable`. A second
     call with the same arguments returns the same handle; with others it disables that handle and
@@ -372,7 +376,8 @@ def enable(
             the model with the head.
         cache_format: format of the latent rows, or its name; ``head_dim`` is L + R, ``value_dim``
             is L. For DeepSeek-V4 the format of raw rows and entries, both dims D; for GLM-5.3 both
-            dims L. Default bfloat16.
+            dims L. Default bfloat16. Mistral Large 4's rows without RoPE are e4m3 beside an FP8
+            format, with a scale for up to 128 dims; Dots3Note's rows of windows stay bfloat16.
         index_format: format of the indexer keys; default e4m3 with a scale per row with an FP8
             ``cache_format``, else bfloat16.
         page_size: rows of a page.
@@ -391,7 +396,9 @@ def enable(
         TypeError: a model or format of another kind.
         ValueError: another architecture, other arguments than those of the ``with`` block around
             the call, another part of a model that is enabled, a layer with its attention offloaded
-            or on several devices, a format or head size that does not fit, a copied projection
+            or on several devices, a part of attention modules that is not read here, layers that
+            share rows in another way than transformers, a format or head size that does not fit, a
+            copied projection
             with a bias, a hook or another output than a matrix, or a hook or a forward of another
             package on a module whose parameters are read: the norm of the latent, indexers,
             compressors. The model's forward raises the same for later changes.
@@ -401,11 +408,17 @@ def enable(
             another stage, arguments of caches, a quantised model, dropout, or weights of
             ``kv_b_proj`` that are no floats.
 
-    Source: transformers 5.17 and 5.24, ``models/deepseek_v3``, ``deepseek_v32``, ``deepseek_v4``,
-    ``glm_moe_dsa``, ``glm5_next``, ``axk2`` and ``hy_v4``.
+    Source: transformers 5.17 and 5.24, the folders of :data:`LAYERS` in ``models``.
     """
     base = _base_of(model)
     if reason := refuse(base.config.model_type):
+        if base.config.model_type not in NOT_SERVED:
+            has_latents = getattr(base.config, "kv_lora_rank", None) is not None
+            reason += (
+                ": no test compares its attention with this one"
+                if has_latents
+                else ": it has no kv_lora_rank, and rows here are latents that all heads share"
+            )
         raise ValueError(reason)
     if training is False and index_loss_coefficient != 1.0:
         raise ValueError(

@@ -17,13 +17,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.cache_utils import LinearAttentionLayer
 
-from sparsemla.backends.transformers.cache import CACHE, BatchCache, Pages, ordinary_tensors
+from sparsemla.backends.transformers.cache import BatchCache, Pages, ordinary_tensors
 from sparsemla.backends.transformers.deepseek_v4 import States
 from sparsemla.backends.transformers.latent import absorbed_kv_b_proj
 from sparsemla.backends.transformers.layers import (
-    LINEAR,
     Example,
     Layers,
     attend_to,
@@ -32,6 +30,7 @@ from sparsemla.backends.transformers.layers import (
     plan_column,
     plan_columns,
 )
+from sparsemla.backends.transformers.linear import HybridCache
 from sparsemla.backends.transformers.projections import Absorbed
 from sparsemla.backends.transformers.step import Step
 from sparsemla.cache import PagedCache
@@ -53,69 +52,13 @@ NO_NORM = 2.0**40
 """An epsilon beside which a row's mean square vanishes: its RMSNorm is a constant factor."""
 
 
-class _LinearStates:
-    """The states of layers with linear attention, which transformers writes.
-
-    Args:
-        layers: of the cache; None for layers with keys.
-    """
-
-    def __init__(self, layers: list[LinearAttentionLayer | None]) -> None:
-        self.layers = layers
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        return tuple(LINEAR for layer in self.layers if layer is not None)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.tensors())
-
-    def _states(self) -> Iterator[dict[int, Tensor | None]]:
-        for layer in self.layers:
-            if layer is not None:
-                yield from (layer.conv_states, layer.recurrent_states)
-
-    def tensors(self) -> Iterator[Tensor]:
-        for states in self._states():
-            yield from (state for state in states.values() if state is not None)
-
-    @ordinary_tensors
-    def keep(self) -> None:
-        """Copy states that transformers allocated in inference mode: later steps write them."""
-        for states in self._states():
-            for key, state in states.items():
-                if state is not None and state.is_inference():
-                    states[key] = state.clone()
-
-    def clear(self, batch_size: int) -> None:
-        """Start with new layers; transformers allocates their states."""
-        for layer_idx, layer in enumerate(self.layers):
-            if layer is not None:
-                self.layers[layer_idx] = LinearAttentionLayer()
-
-    def reserve(self, num_tokens: int) -> None:
-        """Do nothing: a state does not grow."""
-
-    def fit(self, lengths: Sequence[int]) -> None:
-        """Do nothing: a state does not grow."""
-
-    def select(self, rows: Tensor) -> None:
-        for states in self._states():
-            for key, state in states.items():
-                if state is not None:
-                    chosen = state[rows.to(state.device)]
-                    in_place = chosen.shape == state.shape  # the addresses are kept
-                    states[key] = state.copy_(chosen) if in_place else chosen
-
-
-class PooledCache(BatchCache):
+class PooledCache(HybridCache):
     """Pages of latent rows and of pooled index keys, and the states of linear attention.
 
     Args:
         devices: of layers with keys, by the layer's index.
         indexed: layers with an indexer.
-        num_layers: number of all layers.
+        linear: for each layer, whether its attention is linear.
         pooling: of index keys.
         cache_format: format of latent rows.
         index_format: format of index keys.
@@ -133,7 +76,7 @@ class PooledCache(BatchCache):
         self,
         devices: Mapping[int, torch.device],
         indexed: Sequence[int],
-        num_layers: int,
+        linear: Sequence[bool],
         pooling: Pooling,
         cache_format: CacheFormat,
         index_format: CacheFormat,
@@ -160,43 +103,19 @@ class PooledCache(BatchCache):
             },
             max_drafts=1,  # a decode step writes a row for padding, too
         )
-        linear = _LinearStates(
-            [None if layer in devices else LinearAttentionLayer() for layer in range(num_layers)]
-        )
         super().__init__(
-            [self.latents, self.index_keys, self.states, linear],
+            [self.latents, self.index_keys, self.states],
             first,
+            linear=linear,
             page_size=page_size,
             batch_size=batch_size,
             max_length=max_length,
         )
-        self.layers = linear.layers
-        self._linear = linear
 
     @property
     def bytes_per_token(self) -> float:
         """Bytes that all layers keep for one token more: latent rows and index keys."""
         return self.latents.row_bytes + self.index_keys.row_bytes / self.index_keys.ratio
-
-    def advance(self, new: Tensor) -> None:
-        """Count the columns ``new [B, S]`` of a step, True where they are not padding."""
-        super().advance(new)
-        if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
-            self._linear.keep()
-
-    def reset(self) -> None:
-        """Forget all columns but keep the pages."""
-        super().reset()
-        for layer in self.layers:
-            if layer is not None:
-                layer.reset()
-
-    def _shorten(self, lengths: Tensor) -> None:
-        if not torch.equal(lengths, self.lengths):
-            raise ValueError(
-                f"{CACHE} must keep its columns: linear attention has no states of earlier ones; "
-                f"{CACHE}.reset() forgets all"
-            )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -221,7 +140,6 @@ class PooledLayers(Layers):
     """Attention in the absorbed form of MLA over the tokens of selected pools, without RoPE."""
 
     _formats: tuple[CacheFormat, CacheFormat]
-    packs = False  # a state of linear attention passes on from one sequence to the next
 
     def _prepare(
         self, cache_format: CacheFormat | None, index_format: CacheFormat | None
@@ -229,7 +147,6 @@ class PooledLayers(Layers):
         config: Any = self._base.config
         if not config.index_kpool_always_select_tail:
             raise ValueError("model must have index_kpool_always_select_tail, got False")
-        self._layer_types: list[str] = config.layer_types
         self._pooling = Pooling(config.index_kpool)
         latent_dim, index_dim = config.kv_lora_rank, config.index_head_dim
         if cache_format is None:
@@ -267,7 +184,7 @@ class PooledLayers(Layers):
         cache = PooledCache(
             devices,
             [layer for layer, module in self.modules.items() if module.indexer is not None],
-            len(self._layer_types),
+            self.linear,
             self._pooling,
             *self._formats,
             page_size=self.page_size,
@@ -277,9 +194,6 @@ class PooledLayers(Layers):
         for device in set(devices.values()):  # compiled steps find tables of the full length
             self._table(device, cache.capacity)
         return cache
-
-    def mask(self, new: Tensor) -> dict[str, Tensor]:
-        return dict.fromkeys(self._layer_types, new)
 
     def packed_step(self, cache: BatchCache, new: Tensor) -> PooledStep:
         cache = cast(PooledCache, cache)

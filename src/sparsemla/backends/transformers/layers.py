@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from sparsemla.backends.transformers.cache import BatchCache, ordinary_tensors
+from sparsemla.backends.transformers.linear import LINEAR
 from sparsemla.backends.transformers.projections import Absorbed, check_skipped
 from sparsemla.backends.transformers.step import Step
 from sparsemla.cache import PagedCache, slots_of
@@ -24,9 +25,6 @@ from sparsemla.validation import check_integer
 
 EXAMPLE_CONTEXT = 32768
 """Tokens before the one of :class:`Example`."""
-
-LINEAR = "linear_attention"
-"""Type of layers without keys, whose attention stays that of transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +90,13 @@ class Layers(ABC):
         record_selections: whether :attr:`Step.selections` is filled.
 
     Attributes:
-        modules: the attention modules, keyed by the layer's index.
+        modules: the attention modules, keyed by the layer's index; of a layer with several, each
+            counts as a layer.
+        paths: the names of these modules in the model.
+        linear: for each layer, whether its attention is linear and stays that of transformers;
+            empty if none is.
         absorbed: by the layer's index, the matrices that attention multiplies with.
         gaps: whether ``position_ids`` may leave numbers out between the tokens of a row.
-        packs: whether a row may be several sequences.
         records: whether :attr:`Step.selections` is filled.
 
     Raises:
@@ -103,7 +104,6 @@ class Layers(ABC):
     """
 
     gaps = True
-    packs = True
 
     def __init__(
         self,
@@ -115,11 +115,18 @@ class Layers(ABC):
         record_selections: bool,
     ) -> None:
         kinds = getattr(base.config, "layer_types", None) or []
-        self.modules: dict[int, Any] = {
-            layer_idx: layer.self_attn
-            for layer_idx, layer in enumerate(cast(Any, base).layers)
-            if layer_idx >= len(kinds) or kinds[layer_idx] != LINEAR
-        }
+        self.linear = [kind == LINEAR for kind in kinds] if LINEAR in kinds else []
+        self.modules: dict[int, Any] = {}
+        self.paths: dict[int, str] = {}
+        for place, layer in enumerate(cast(Any, base).layers):
+            if place < len(self.linear) and self.linear[place]:
+                continue
+            attention = layer.self_attn
+            several = isinstance(attention, nn.ModuleList)
+            for part, module in enumerate(attention if several else [attention]):
+                layer_idx = place * len(attention) + part if several else place
+                self.modules[layer_idx] = module
+                self.paths[layer_idx] = path_of(place) + (f".{part}" if several else "")
         if not self.modules:
             got = "linear ones only" if len(cast(Any, base).layers) else "none"
             raise ValueError(f"model must have a layer with sparse attention, got {got}")
@@ -130,7 +137,7 @@ class Layers(ABC):
         self.records = record_selections
         self._base: Any = base
         self.absorbed = {
-            layer_idx: self.absorb(path_of(layer_idx), module)
+            layer_idx: self.absorb(self.paths[layer_idx], module)
             for layer_idx, module in self.modules.items()
         }
         self._formats = self._prepare(cache_format, index_format)
@@ -139,6 +146,16 @@ class Layers(ABC):
     def formats(self) -> tuple[CacheFormat, CacheFormat | None]:
         """Of rows, and of index keys; None without an indexer."""
         return self._formats
+
+    @property
+    def row_names(self) -> list[str]:
+        """The formats of rows, the first one's before others that some layers have."""
+        return [self._formats[0].name]
+
+    @property
+    def packs(self) -> bool:
+        """Whether a row may be several sequences: states of linear attention would pass on."""
+        return not self.linear
 
     @property
     def devices(self) -> list[str]:
@@ -192,9 +209,8 @@ class Layers(ABC):
     @ordinary_tensors
     def _update(self, *, anew: bool) -> None:
         for layer_idx, module in self.modules.items():
-            path = path_of(layer_idx)
             for name, part in self.skipped(module):
-                check_skipped(path, name, part)
+                check_skipped(self.paths[layer_idx], name, part)
             self.absorbed[layer_idx].update(anew=anew)
 
     @abstractmethod
@@ -203,6 +219,8 @@ class Layers(ABC):
 
     def mask(self, new: Tensor) -> Tensor | dict[str, Tensor]:
         """The mask that transformers gives to attention modules, for new columns ``[B, S]``."""
+        if self.linear:
+            return dict.fromkeys(self._base.config.layer_types, new)
         # transformers passes on a mask with four dimensions and builds none.
         return torch.empty(0, 0, 0, 0, device="cpu")
 

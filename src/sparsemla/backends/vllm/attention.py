@@ -63,13 +63,29 @@ from sparsemla import (
 from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
 from sparsemla.backends.vllm.settings import NO_FNUZ, adapted
 from sparsemla.backends.vllm.warmup import LOGGER, register_attention
+from sparsemla.formats import BF16_512
 from sparsemla.kernels.attention.schedule import FEW_HEADS
 from sparsemla.kernels.common.device import describe
 
 FORMATS = {"auto": BF16_576, "bfloat16": BF16_576, "fp8_ds_mla": FP8_DS_MLA}
 """Cache formats by vLLM's ``kv_cache_dtype``."""
+NOPE_DIM = BF16_512.head_dim
+"""Dims of a row without RoPE, as GLM-5.3-Flash has them."""
 ROUNDED_BYTES = 656
 """Temporary bytes of a row that a kernel with FP8 MMAs rounds."""
+
+
+def format_of(kv_cache_dtype: str, head_size: int) -> CacheFormat:
+    """The format of a layer's rows.
+
+    vLLM writes rows without RoPE as 512 dims in bfloat16. In ``fp8_ds_mla`` it gives them 64 zeros.
+
+    Args:
+        kv_cache_dtype: vLLM's.
+        head_size: dims of a row before it is stored.
+    """
+    format = FORMATS[kv_cache_dtype]
+    return BF16_512 if head_size == NOPE_DIM and format == BF16_576 else format
 
 
 class SparseMLABackend(AttentionBackend):
@@ -103,7 +119,7 @@ class SparseMLABackend(AttentionBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Dims of a latent row."""
-        return [BF16_576.head_dim]
+        return [BF16_576.head_dim, NOPE_DIM]
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -164,8 +180,11 @@ def _refuse_model(config: VllmConfig) -> str | None:
     if topk is None or topk % 128:
         return f"the model's index_topk must be a multiple of 128, got {topk}"
     dims = getattr(text, "kv_lora_rank", None), getattr(text, "qk_rope_head_dim", None)
-    if dims != (512, 64):
-        return f"the model's kv_lora_rank and qk_rope_head_dim must be (512, 64), got {dims}"
+    if dims not in ((512, 64), (NOPE_DIM, 0)):
+        return (
+            "the model's kv_lora_rank and qk_rope_head_dim must be (512, 64) or "
+            f"({NOPE_DIM}, 0), got {dims}"
+        )
     return None
 
 
@@ -247,7 +266,8 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
         )
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
         quantised = kv_cache_spec.cache_dtype_str == FP8_DS_MLA.name
-        self.format = FP8_DS_MLA if quantised else BF16_576
+        dtype = FP8_DS_MLA.name if quantised else "auto"
+        self.format = format_of(dtype, kv_cache_spec.head_size)
         self.batch_invariant = envs.VLLM_BATCH_INVARIANT
         # A conversion reads the cache of a layer, which HiSparse keeps on the host.
         hisparse = vllm_config.attention_config.hisparse_config
@@ -398,7 +418,10 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         indices = self.topk_indices_buffer
         if indices is None:
             raise ValueError("sparsemla: an indexer or topk_indices_buffer must be given, got none")
-        self.format = FORMATS[kv_cache_dtype]
+        self.format = format_of(kv_cache_dtype, head_size)
+        if self.format.head_dim > head_size:
+            # Dense prefills would gather rows into a workspace without room for the zeros.
+            self.supports_dense_mha_prefill = False
         self.batch_invariant = envs.VLLM_BATCH_INVARIANT
         self.hisparse = isinstance(self.index_group, HiSparseMLAIndexGroup)
         self.conversion_rows = self.workspace_bytes = 0
@@ -513,7 +536,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         # vLLM may run prefills as dense attention elsewhere; q then has the tokens of decodes only.
         if not conversions or not fits or num_tokens <= conversions[0].tokens.start:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
-        q, q_rope = q if isinstance(q, tuple) else (q, None)
+        q, q_rope = self._parts(q)
         out = q.new_empty(*q.shape[:2], self.format.value_dim)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out[conversions[-1].tokens.stop :] = 0  # padding
@@ -553,6 +576,14 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             )
         return out, lse
 
+    def _parts(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Queries as wide as the rows: in one tensor, or without their RoPE dims and these."""
+        q, q_rope = q if isinstance(q, tuple) else (q, None)
+        if q_rope is not None and q_rope.shape[-1]:
+            return q, q_rope
+        zeros = self.format.head_dim - q.shape[-1]
+        return (torch.nn.functional.pad(q, (0, zeros)) if zeros else q), None
+
     def _forward_mqa_kernel(
         self,
         q: Tensor | tuple[Tensor, Tensor],
@@ -567,7 +598,8 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         """Attention of each query token over its selected rows.
 
         Args:
-            q: ``[T, H, 576]`` bfloat16, or a pair of ``[T, H, 512]`` and ``[T, H, 64]``.
+            q: ``[T, H, 576]`` bfloat16, or a pair of ``[T, H, 512]`` and ``[T, H, 64]``; without
+                RoPE ``[T, H, 512]``, or a pair with ``[T, H, 0]``.
             kv_cache: ``[num_blocks, block_size, row]`` with any block stride.
             topk_indices: int32 ``[T, K]``, indices into the flat view of all rows, including rows
                 in the gaps between blocks; -1 after the last.
@@ -580,7 +612,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         Returns:
             ``[T, H, 512]`` bfloat16 and lse ``[T, H]`` float32.
         """
-        q, q_rope = q if isinstance(q, tuple) else (q, None)
+        q, q_rope = self._parts(q)
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         cache = PagedCache(rows.unsqueeze(1), self.format)
         if self.batch_invariant or not is_decode:

@@ -48,10 +48,12 @@ OWN_INDEXER = {
 """Models whose indexer is not that of DeepSeek-V3.2 and GLM-5, by architecture."""
 
 DEEPSEEK_V32 = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32MTPModel")
+GLM5_NEXT = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration", "Glm5NextMTPModel")
+"""GLM-5.3-Flash, whose indexer stays vLLM's."""
 DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel")
 
 FP8_CACHES = dict.fromkeys(("fp8", "fp8_e4m3"), "fp8_ds_mla")
-"""The format that ``kv_cache_dtype`` means for DeepSeek-V3.2, as in vLLM's ``FLASHMLA_SPARSE``."""
+"""The format that ``kv_cache_dtype`` means for sparse MLA, as in vLLM's ``FLASHMLA_SPARSE``."""
 
 
 def check_when_configured() -> None:
@@ -139,9 +141,10 @@ def choose(config: VllmConfig) -> None:
             " and ".join(sorted(chosen)),
         )
     cache, kinds = config.cache_config, attention.backend_per_kind
-    if models & {*DEEPSEEK_V32} and custom in (attention.backend, kinds.get("mla_attention")):
+    sparse = {*DEEPSEEK_V32, *GLM5_NEXT}
+    if models & sparse and custom in (attention.backend, kinds.get("mla_attention")):
         cache.cache_dtype = FP8_CACHES.get(cache.cache_dtype, cache.cache_dtype)
-    if drafts & {*DEEPSEEK_V32} and speculative.attention_backend == custom:
+    if drafts & sparse and speculative.attention_backend == custom:
         drafted = speculative.kv_cache_dtype
         speculative.kv_cache_dtype = FP8_CACHES.get(drafted, drafted)
 
@@ -191,6 +194,11 @@ def refuse(config: VllmConfig) -> None:
         raise ValueError(
             f"sparsemla: vLLM's indexer of DeepSeek-V3.2 has no kernels for {gpu}; unset "
             f"VLLM_PLUGINS, or name {INDEXER_PLUGIN} in it"
+        )
+    if gpu and served & set(GLM5_NEXT):
+        raise ValueError(
+            f"sparsemla: vLLM's indexer of GLM-5.3-Flash has no kernels for {gpu}, and this "
+            "package has none for an engine; its attention needs sm_90 or newer"
         )
     if permits_fp8_mma() and not served:
         raise ValueError(

@@ -97,9 +97,8 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
             yield Serving(
                 layer.impl.format,
                 num_heads=layer.impl.num_heads * layer.impl.dcp_world_size,
-                # vLLM joins the parts of queries before it gathers them from the ranks.
-                query_pitch=layer.impl.qk_head_dim if layer.impl.dcp_world_size == 1 else None,
-                topk=config.model_config.hf_text_config.index_topk,
+                query_pitch=_query_pitch(layer.impl),
+                topk=layer.impl.topk_indices_buffer.shape[1],
                 index_heads=0,
                 converts=layer.impl.conversion_rows > 0,
                 allow_fp8_mma=layer.impl.allow_fp8_mma,
@@ -107,6 +106,14 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
                 page_stride=cache.stride(0),
                 **_limits(config),
             )
+
+
+def _query_pitch(impl: Any) -> int | None:  # noqa: ANN401 - of the class above
+    """Dims of a projected head of which attention reads the last ones; None for one tensor.
+
+    vLLM joins both parts before it gathers queries from the ranks. Without RoPE there is one part.
+    """
+    return impl.qk_head_dim if impl.dcp_world_size == 1 and impl.qk_rope_head_dim else None
 
 
 def index_layers(
