@@ -456,6 +456,7 @@ def refusals(**changes):
         {"device_capability": DeviceCapability(8, 6)},
         {"device_capability": DeviceCapability(12, 0)},
         {"use_dcp": True},
+        {"use_pcp": True},
         {"use_adaptive_verification": True},
         {"use_kv_connector": True},
     ],
@@ -478,7 +479,6 @@ def test_served(config, changes):
         ({"has_sink": True}, "attention sinks not supported"),
         ({"use_sparse": False}, "non-sparse not supported"),
         ({"use_mla": False}, "non-MLA not supported"),
-        ({"use_pcp": True}, "PCP not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
         ({"has_sliding_window": True}, "sliding window not supported"),
     ],
@@ -1622,7 +1622,7 @@ def test_the_indexer_keeps_the_names_of_weights(mla_layer):
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        ("parallel_config", "prefill_context_parallel_size", 2),
+        ("parallel_config", "prefill_context_parallel_size", 2),  # in the portable class
         ("attention_config", "indexer_kv_dtype", "mxfp4"),
     ],
     ids=str,
@@ -1635,8 +1635,15 @@ def test_unsupported_indexer_features_are_refused(
         indexer.SparseMLAIndexer(mla_layer.indexer.inner)
 
 
-def selecting(config, batch, dense=False, decodes=0):
+def selecting(config, batch, dense=False, decodes=0, common=None, **given):
     """One step of the selection as vLLM's NVIDIA class calls it.
+
+    Args:
+        config: of the engine.
+        batch: the step.
+        dense, decodes: of attention.
+        common: vLLM's words for the batch; its own if None.
+        given: arguments of the selection.
 
     Returns:
         The cache, queries, weights, and what was selected.
@@ -1649,7 +1656,9 @@ def selecting(config, batch, dense=False, decodes=0):
         layer = nvidia.IndexCache(132, torch.uint8, f"index {id(batch)}", config.cache_config)
     make = layer.get_attn_backend().get_builder_cls()
     spec = layer.get_kv_cache_spec(config)
-    metadata = make(spec, [layer.prefix], config, torch.device("cpu")).build(0, batch.common())
+    metadata = make(spec, [layer.prefix], config, torch.device("cpu")).build(
+        0, common or batch.common()
+    )
     prefill = SimpleNamespace(use_dense_mha=dense)
     attends = SimpleNamespace(prefill=prefill, num_decode_tokens=decodes)
     chosen = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
@@ -1663,6 +1672,7 @@ def selecting(config, batch, dense=False, decodes=0):
         "topk_tokens": TOPK,
         "topk_indices_buffer": chosen,
         "dense_mha_metadata_layer_name": LAYER,
+        **given,
     }
     with set_forward_context({layer.prefix: metadata, LAYER: attends}, config):
         assert nvidia.sparse_attn_indexer(**arguments) is chosen

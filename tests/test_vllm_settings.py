@@ -302,7 +302,7 @@ SETTINGS = {
         "pipeline_parallel_size": "each stage builds its own layers",
         "tensor_parallel_size": "the heads of a rank; indexers are replicated",
         "prefill_context_parallel_size": Refused(
-            2, "refill", ("indexer", "v4"), (("parallel_config__decode_context_parallel_size", 1),)
+            2, "refill", ("v4",), (("parallel_config__decode_context_parallel_size", 1),)
         ),
         "decode_context_parallel_size": Refused(
             2, "decode_context_parallel_size must be 1", ("v4",)

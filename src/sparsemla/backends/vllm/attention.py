@@ -151,7 +151,7 @@ class SparseMLABackend(AttentionBackend):
         config = get_current_vllm_config_or_none()
         if config is None or config.model_config is None:
             return None
-        reason = _refuse_model(config) or adapted(config, "kv_b_proj")
+        reason = _refuse_model(config) or _refuse_both_cp(config) or adapted(config, "kv_b_proj")
         if reason is None and envs.VLLM_BATCH_INVARIANT:
             reason = _refuse_batch_invariance(config, device_capability)
         return reason
@@ -167,6 +167,18 @@ def _refuse_model(config: VllmConfig) -> str | None:
     if dims != (512, 64):
         return f"the model's kv_lora_rank and qk_rope_head_dim must be (512, 64), got {dims}"
     return None
+
+
+def _refuse_both_cp(config: VllmConfig) -> str | None:
+    """The reason why ranks cannot divide both tokens and contexts, or None."""
+    parallel = config.parallel_config
+    pcp, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    if pcp == 1 or dcp == 1:
+        return None
+    return (
+        "prefill context parallelism needs --decode-context-parallel-size 1: ranks that share "
+        f"contexts attend for the same tokens; got {pcp} and {dcp}"
+    )
 
 
 def _refuse_batch_invariance(config: VllmConfig, capability: DeviceCapability) -> str | None:
@@ -327,7 +339,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
     supports_dcp: bool = True
-    supports_pcp: bool = False
+    supports_pcp: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     # Converting indices on a side stream does not pay off for layers with their own indexer.
     group_conversion_decode_only: ClassVar[bool] = True

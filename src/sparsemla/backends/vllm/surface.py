@@ -292,9 +292,15 @@ INDEXER = WARMUP + _rows(
 
 NVIDIA = _rows(
     """
+    vllm:
+        _custom_ops: index keys of other ranks
+            indexer_k_quant_and_cache
     vllm.config:
         CUDAGraphMode: when attention can be dense
             FULL
+    vllm.v1.attention.ops.pcp:
+        maybe_gather_indexer_k: index keys of other ranks
+            k slot_mapping num_decode_tokens use_pcp pcp_shard_decode_requests
     vllm.models.deepseek_v32:
         attention: exchanged function
             sparse_attn_indexer DeepseekV32Attention

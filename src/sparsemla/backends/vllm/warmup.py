@@ -154,8 +154,14 @@ def _most_pieces(config: VllmConfig) -> int:
     if parallel.tensor_parallel_size == 1 or parallel.decode_context_parallel_size > 1:
         return 0
     return Division.most_pieces(
-        config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
+        config.scheduler_config.max_num_batched_tokens, _most_requests(config)
     )
+
+
+def _most_requests(config: VllmConfig) -> int:
+    """Requests of a step; with prefill context parallelism a rank has two parts of each prefill."""
+    parts = 2 if config.parallel_config.prefill_context_parallel_size > 1 else 1
+    return config.scheduler_config.max_num_seqs * parts
 
 
 def _limits(config: VllmConfig) -> dict[str, Any]:
@@ -166,7 +172,7 @@ def _limits(config: VllmConfig) -> dict[str, Any]:
     blocks = cdiv(config.model_config.max_model_len, block_size * ranks)
     return {
         "max_tokens": config.scheduler_config.max_num_batched_tokens,
-        "max_requests": max(config.scheduler_config.max_num_seqs, *captured),
+        "max_requests": max(_most_requests(config), *captured),
         "max_query_len": max_decode_query_len(config),
         "max_seq_len": config.model_config.max_model_len,
         "page_size": PAGE_SIZE,
