@@ -26,8 +26,15 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from sparsemla import indexer_scores_paged, indexer_topk, select_topk, to_slots
-from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
+from sparsemla import (
+    ContextShard,
+    indexer_scores_paged,
+    indexer_topk,
+    own_positions,
+    select_topk,
+    to_slots,
+)
+from sparsemla.backends.vllm.exchange import Run, ShardedRows
 from sparsemla_lab.bench.timing import Results, Timer
 from sparsemla_lab.bench.workloads import PAGE_SIZE, IndexerScoresPaged
 from sparsemla_lab.testing.compare import assert_equal
@@ -48,7 +55,7 @@ class Row:
         local: scores of a rank's part, and its best.
         selection: the same, and the exchange.
         gather: the all-gather of the exchange by itself.
-        slots: slots of the selected rows that the rank keeps, with ops of torch.
+        slots: slots of the selected rows that the rank keeps.
         alone: the selection of one rank for whole contexts.
         how: ``graph``, a replay of a CUDA graph, or ``launch``, for each of these.
     """
@@ -84,24 +91,22 @@ def all_gather(tensor: Tensor) -> Tensor:
     return joined
 
 
-def kept_slots(shard: Shard, positions: Tensor, page_table: Tensor) -> Tensor:
-    """Slots of one token of each request for the positions that a rank keeps, and -1 for others."""
-    turn = positions // shard.interleave
-    rows = turn // shard.num_ranks * shard.interleave + positions % shard.interleave
-    kept = (positions >= 0) & (turn % shard.num_ranks == shard.rank)
+def kept_slots(shard: ContextShard, positions: Tensor, page_table: Tensor) -> Tensor:
+    """Slots of the positions that a rank keeps, one token of each request, and then -1."""
+    rows, _ = own_positions(positions, shard=shard)
     requests = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-    return to_slots(rows.where(kept, -1), page_table, requests, page_size=PAGE_SIZE)
+    return to_slots(rows[:, 0], page_table, requests, page_size=PAGE_SIZE)
 
 
 def functions(
     context: int, batch: int, topk: int, device: torch.device
-) -> tuple[Shard, dict[str, Callable[[], Results]]]:
+) -> tuple[ContextShard, dict[str, Callable[[], Results]]]:
     """This rank's share, and what is timed; checks the selection.
 
     Raises:
         AssertionError: the selection or its slots are not those of one rank.
     """
-    shard = Shard(distributed.get_rank(), distributed.get_world_size(), PAGE_SIZE)
+    shard = ContextShard(distributed.get_rank(), distributed.get_world_size(), PAGE_SIZE)
     inputs = IndexerScoresPaged(batch, 1, context).build(device)  # the same on all ranks
     q, weights, cache = (
         inputs["index_q"].flatten(0, 1),
@@ -153,8 +158,9 @@ def functions(
     (expected,) = alone()
     assert_equal("selection", *selection(), expected)
     everywhere = to_slots(expected, whole, offsets[:-1], page_size=PAGE_SIZE)
-    turn = expected // PAGE_SIZE % shard.num_ranks
-    assert_equal("slots", *slots(), everywhere.where(turn == shard.rank, -1))
+    others = expected // PAGE_SIZE % shard.num_ranks != shard.rank
+    own_first = others.int().argsort(dim=1, stable=True)
+    assert_equal("slots", *slots(), everywhere.where(~others, -1).gather(1, own_first))
     return shard, {each.__name__: each for each in (local, selection, gather, slots, alone)}
 
 

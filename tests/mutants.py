@@ -101,6 +101,7 @@ CLUSTERS = "tests/test_interpreter.py -k every_kernel and cluster"
 SHARED_LISTS = "tests/test_interpreter.py -k every_kernel and shared"
 INDEX_LISTS = "tests/test_tiers.py -k portable_kernels and selected_scores and row"
 SHARED = "tests/test_tiers.py -k portable_kernels and share_lists-"
+OWN = "tests/test_tiers.py -k portable_kernels and own_positions-"
 SHARED_PREFILL = "tests/test_tiers.py -k portable_kernels and sparse_prefill-shared and 16"
 INDEX_DENSE = "tests/test_triton_losses.py -k loss_alone and causal"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
@@ -540,6 +541,41 @@ CPU_MUTANTS = (
         "(row < after)",
         "(row <= after)",
         "tests/test_triton_lists.py -k repeated",
+    ),
+    portable(
+        "every rank has the positions of the first",
+        "lists/triton.py",
+        "part = rank + number",
+        "part = number",
+        OWN,
+    ),
+    portable(
+        "rows of parts in place of rows of the rank",
+        "lists/triton.py",
+        "turn // NUM_RANKS * INTERLEAVE",
+        "turn // NUM_PARTS * INTERLEAVE",
+        OWN,
+    ),
+    portable(
+        "each step of a list begins anew",
+        "lists/triton.py",
+        "tl.store(to + count + before, row, mask=own)",
+        "tl.store(to + before, row, mask=own)",
+        OWN,
+    ),
+    portable(
+        "positions that do not fit 32 bits are cut",
+        "lists/triton.py",
+        "named = (position >= 0) & (position <= 0x7FFFFFFF)",
+        "named = position >= 0",
+        OWN,
+    ),
+    portable(
+        "no -1 behind the rows of a rank",
+        "lists/triton.py",
+        "        tl.store(to + at, tl.full([BLOCK], -1, tl.int32), mask=at < topk)\n\n\ndef own",
+        "        tl.store(to + at, tl.full([BLOCK], -1, tl.int32), mask=at < count)\n\n\ndef own",
+        OWN,
     ),
     portable(
         "scores without the scales of FP4 keys",

@@ -1,4 +1,4 @@
-"""Python code in other processes: new ones in which Triton compiles, and two ranks of a group.
+"""Python code in processes of its own, for Triton or as ranks of a group, and ranks as threads.
 
 New ones begin with torch and Triton imported, which takes seconds. Triton may interpret in the
 process of the tests.
@@ -12,8 +12,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -38,7 +39,14 @@ RANK_DEVICES = [
 def on_two_ranks(
     folder: Path, device: str, function: Callable[..., Any], *arguments: Any
 ) -> list[Any]:
-    """``function(rank, *arguments)`` of two ranks, each a process, with gloo, or NCCL and a GPU.
+    """:func:`on_ranks` of two ranks."""
+    return on_ranks(2, folder, device, function, *arguments)
+
+
+def on_ranks(
+    num_ranks: int, folder: Path, device: str, function: Callable[..., Any], *arguments: Any
+) -> list[Any]:
+    """``function(rank, *arguments)`` of ranks, each a process, with gloo, or NCCL and a GPU.
 
     Processes on the CPU are forked, because the import of transformers takes seconds. They are
     forked from a server: backward passes may have left threads in this process. The server, which
@@ -48,8 +56,10 @@ def on_two_ranks(
     if device == "cpu":
         context.set_forkserver_preload(["torch.distributed", "transformers.modeling_utils"])
     ranks = [
-        context.Process(target=_rank, args=(rank, folder, device, function, arguments), daemon=True)
-        for rank in range(2)
+        context.Process(
+            target=_rank, args=(rank, num_ranks, folder, device, function, arguments), daemon=True
+        )
+        for rank in range(num_ranks)
     ]
     for rank in ranks:
         rank.start()
@@ -65,11 +75,37 @@ def on_two_ranks(
     finally:
         for rank in ranks:
             rank.kill()  # one that waits for a rank that failed
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(num_ranks)]
+
+
+def on_threads(num_ranks: int, function: Callable[..., Any]) -> list[Any]:
+    """``function(rank, group)`` of ranks, each a thread of this process with a group of gloo."""
+    store = torch.distributed.HashStore()
+
+    def rank_of(rank: int) -> Any:
+        return function(rank, _group(store, rank, num_ranks))
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(rank_of, range(num_ranks)))
+
+
+def _group(store: torch.distributed.Store, rank: int, num_ranks: int) -> Any:
+    """A group of torch.distributed beside the default one, of which a process has only one."""
+    kind = torch.distributed.ProcessGroup
+    group = kind(store, rank, num_ranks)
+    gloo = torch.distributed.ProcessGroupGloo(store, rank, num_ranks, timedelta(seconds=60))
+    group._set_default_backend(kind.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), kind.BackendType.GLOO, gloo)
+    return group
 
 
 def _rank(
-    rank: int, folder: Path, device: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    device: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)  # the threads of OpenMP are not forked
     backend, place = "gloo", None
@@ -78,7 +114,7 @@ def _rank(
         torch.cuda.set_device(place)
     meeting = f"file://{folder}/meeting"
     torch.distributed.init_process_group(
-        backend, init_method=meeting, rank=rank, world_size=2, device_id=place
+        backend, init_method=meeting, rank=rank, world_size=num_ranks, device_id=place
     )
     torch.save(function(rank, *arguments), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()

@@ -9,8 +9,8 @@ import itertools
 import pytest
 import torch
 
-from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, indexer_topk, sparse_prefill
-from sparsemla_lab.testing.cases import Draw, decode_queries, page_tables, written_cache
+from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, indexer_topk, merge_states, sparse_prefill
+from sparsemla_lab.testing.cases import Draw, decode_queries, page_tables, sinks, written_cache
 from sparsemla_lab.testing.compare import assert_equal
 
 PAGE = 64
@@ -34,10 +34,10 @@ def test_attention_of_a_token_does_not_depend_on_the_others(device, fmt, num_hea
     cache = written_cache(draw, fmt, pages, PAGE)
     q = decode_queries(draw, tokens, num_heads, 576)
     slots = draw.integers(0, cache.num_slots, tokens, topk)
-    lengths = draw.integers(0, topk + 1, tokens)
+    lengths, sink = draw.integers(0, topk + 1, tokens), sinks(draw, num_heads)
 
     def attend(rows):
-        arguments = {"softmax_scale": 0.07, "topk_lengths": lengths[rows]}
+        arguments = {"softmax_scale": 0.07, "topk_lengths": lengths[rows], "attn_sink": sink}
         return sparse_prefill(q[rows], cache, slots[rows], **arguments)
 
     out, lse = attend(slice(None))
@@ -49,6 +49,22 @@ def test_attention_of_a_token_does_not_depend_on_the_others(device, fmt, num_hea
     mixed_out, mixed_lse = attend(others)
     assert_equal("out among others", mixed_out, out[others])
     assert_equal("lse among others", mixed_lse, lse[others])
+
+
+def test_merged_states_of_a_head_do_not_depend_on_the_others(device):
+    draw = Draw(3, device)
+    outs, lses, sink = draw.normal(5, 200, 19, 8), draw.normal(5, 200, 19), draw.normal(19)
+    out, lse = merge_states(outs, lses, attn_sink=sink)
+    for size in CHUNKS:
+        some = [merge_states(outs[:, t], lses[:, t], attn_sink=sink) for t in chunks_of(200, size)]
+        assert_equal(f"out in chunks of {size}", torch.cat([part[0] for part in some]), out)
+        assert_equal(f"lse in chunks of {size}", torch.cat([part[1] for part in some]), lse)
+        some = [
+            merge_states(outs[:, :, h], lses[:, :, h], attn_sink=sink[h])
+            for h in chunks_of(19, size)
+        ]
+        assert_equal(f"out of {size} heads", torch.cat([part[0] for part in some], 1), out)
+        assert_equal(f"lse of {size} heads", torch.cat([part[1] for part in some], 1), lse)
 
 
 @pytest.mark.parametrize("index_heads", [32, 64])

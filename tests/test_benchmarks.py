@@ -110,7 +110,7 @@ def with_positions_of_one_rank(rank):
     import exchange_bench
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange_bench.Shard, "positions", lambda shard, rows: rows)
+        patch.setattr(exchange_bench.ContextShard, "positions", lambda shard, rows: rows)
         with pytest.raises(AssertionError) as error:
             exchange_bench.functions(300, 3, 128, torch.device("cpu"))
     return str(error.value)

@@ -41,6 +41,7 @@ PADDING = {
     "entry_slots": [{"request_ids": -1}, {"positions": -1}, {"page_table": -1}],
     "visible_slots": [{"request_ids": -1}, {"positions": -1}, {"page_table": -1}],
     "share_lists": [NOTHING, {"topk_lengths": 0}],
+    "own_positions": [NOTHING],
     "gather_dequant": [NO_KEYS, {"page_table": -1}],
     "merge_states": [{"lses": float("-inf")}],
     "select_topk": [{"row_ends": 0}, {"request_ids": -1}, {"page_table": -1}],

@@ -16,6 +16,7 @@ from sparsemla import (
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
+    ContextShard,
     HeadWeight,
     PagedCache,
     Pooling,
@@ -39,6 +40,7 @@ from sparsemla_lab.testing.cases import (
     indexer_topk_case,
     merge_topk_case,
     mla_layer,
+    own_positions_case,
     paged_requests,
     pool_windows_case,
     prefill_rows,
@@ -211,6 +213,13 @@ CALLS = {
             "out": torch.empty(3, 80, dtype=torch.int32),
             "lengths": torch.empty(3, dtype=torch.int32),
             "token_mask": torch.empty(3, 80, dtype=torch.uint8),
+        }
+    ),
+    "own_positions": lambda: (
+        own_positions_case(Draw(3), shard=ContextShard(1, 2, parts=4))
+        | {
+            "out": torch.empty(9, 2, 20, dtype=torch.int32),
+            "counts": torch.empty(9, 2, dtype=torch.int32),
         }
     ),
     "gather_dequant": gather_arguments,
@@ -608,6 +617,9 @@ OTHERS = [
     ("share_lists", "list_tokens", with_arguments(list_tokens=9)),
     ("share_lists", "list_tokens", with_arguments(list_tokens=torch.tensor(4))),
     ("share_lists", "out", with_arguments(out=torch.empty(3, 80, dtype=torch.int64))),
+    ("own_positions", "shard", with_arguments(shard=(1, 2))),
+    ("own_positions", "out", with_arguments(shard=ContextShard(1, 2))),
+    ("own_positions", "counts", with_arguments(counts=torch.empty(9, 3, dtype=torch.int32))),
     ("sparse_decode", "topk_lengths", with_arguments(topk_lengths=torch.zeros(3, 2).int())),
     ("sparse_decode", "topk_lengths", with_arguments(topk_lengths=torch.zeros(2, 1).int())),
     ("sparse_decode", "extra_topk_indices", with_arguments(extra_cache=None)),
@@ -739,6 +751,7 @@ EMPTY = {
     "dense_decode": ("q", "page_table", "seq_lens", "out", "lse"),
     "to_slots": ("topk_indices", "request_ids", "prefill_request_ids", "out"),
     "visible_slots": ("positions", "request_ids", "out", "lengths"),
+    "own_positions": ("topk_indices", "out", "counts"),
     "select_topk": ("scores", "row_starts", "row_ends", "request_ids", "out"),
     "indexer_scores_paged": ("index_q", "weights", "page_table", "seq_lens", "out"),
     "append_index_keys": ("index_k", "positions", "slot_mapping"),
@@ -908,7 +921,8 @@ READ_LSE = {
 OUTPUTS = [
     (op, name)
     for op, name in TENSORS
-    if name in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths", "token_mask")
+    if name
+    in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths", "counts", "token_mask")
     and op not in READ_LSE
 ]
 
@@ -1052,7 +1066,7 @@ def test_layer_weights_of_a_wrong_kind_are_refused():
 UNSIGNED = [
     (op, name)
     for op, name in TENSORS
-    if name not in ("out", "lengths")
+    if name not in ("out", "lengths", "counts")
     and (op, name) != ("share_lists", "topk_indices")  # gives int64: see tests/test_lists.py
     and CALLS[op]()[name].dtype in (torch.int32, torch.int64)
 ]

@@ -1,6 +1,5 @@
 """The selection from index keys that ranks share, without vLLM: it brings only the collective."""
 
-import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 
 import processes
-from sparsemla import INDEX_FP8, PagedCache, reference
-from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
+from sparsemla import INDEX_FP8, ContextShard, PagedCache, reference
+from sparsemla.backends.vllm.exchange import Run, ShardedRows
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import assert_equal
 
@@ -59,27 +58,12 @@ def test_a_run_is_cut_into_requests_or_into_tokens_of_one(run, at_once, pieces):
     assert all(stop - start <= at_once for *_, start, stop in found)
 
 
-@pytest.mark.parametrize(("interleave", "num_ranks"), [*itertools.product((1, 3, 64), (1, 2, 3))])
-def test_ranks_share_all_positions_in_turns(interleave, num_ranks):
-    shards = [Shard(rank, num_ranks, interleave) for rank in range(num_ranks)]
-    for seq_len in range(400):
-        owners = torch.arange(seq_len) // interleave % num_ranks
-        for rank, shard in enumerate(shards):
-            own = (owners == rank).nonzero().flatten()
-            assert int(shard.lengths(torch.tensor(seq_len))) == len(own)
-            assert_equal("positions", shard.positions(torch.arange(len(own))), own)
-        assert shards[0].longest(seq_len) == (owners == 0).sum()
-    rows = torch.tensor([-1, 0, -(2**31)], dtype=torch.int32)
-    for rank, shard in enumerate(shards):
-        assert shard.positions(rows).tolist() == [-1, rank * interleave, -1]
-
-
 class Step:
     """A batch and its keys, whole and dealt out to ranks. Scores are small integers, so exact."""
 
     def __init__(self, draw, query_lens, seq_lens, num_ranks, interleave, ties=False):
         self.query_lens, self.seq_lens = query_lens, seq_lens
-        self.shards = [Shard(rank, num_ranks, interleave) for rank in range(num_ranks)]
+        self.shards = [ContextShard(rank, num_ranks, interleave) for rank in range(num_ranks)]
         self.tokens = sum(query_lens)
         self.rows = self.tokens + 2  # of a graph's padding
         self.offsets = torch.tensor([0, *query_lens]).cumsum(0).int()
@@ -91,7 +75,7 @@ class Step:
         self.keys = keys.split(seq_lens)
         ends = [s - q + 1 + i for q, s in zip(query_lens, seq_lens, strict=True) for i in range(q)]
         self.ends = torch.tensor([*ends, 0, 0], dtype=torch.int32)
-        self.whole = self.cache(draw, Shard(0, 1, 1))
+        self.whole = self.cache(draw, ContextShard(0, 1, 1))
         self.parts = [self.cache(draw, shard) for shard in self.shards]
 
     def cache(self, draw, shard):

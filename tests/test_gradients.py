@@ -23,6 +23,7 @@ CONSTANTS = {
     "entry_slots",
     "visible_slots",
     "share_lists",
+    "own_positions",
     "select_topk",
     "select_rows",
     "merge_topk",

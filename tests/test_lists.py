@@ -1,4 +1,4 @@
-"""Lists that neighbouring query tokens share, and attention over them."""
+"""Lists that neighbouring query tokens share, attention over them, and a rank's own entries."""
 
 import math
 
@@ -6,10 +6,19 @@ import pytest
 import torch
 
 import sparsemla
-from sparsemla import FP8_DS_MLA, PagedCache, explain, reference, share_lists
+from sparsemla import (
+    FP8_DS_MLA,
+    ContextShard,
+    PagedCache,
+    explain,
+    own_positions,
+    reference,
+    share_lists,
+)
 from sparsemla_lab.testing.cases import (
     Draw,
     embed,
+    own_positions_case,
     poisoned_cache,
     prefill_rows,
     share_lists_case,
@@ -255,3 +264,44 @@ def test_rows_may_be_a_cache(device):
     cache = PagedCache.from_rows(case["kv"])
     for got, wanted in zip(sparsemla.sparse_prefill(**case | {"kv": cache}), expected, strict=True):
         assert_equal("results", got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["ascending", "shuffled"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize(("interleave", "parts"), [(1, None), (2, 4), (3, 8), (64, 4)])
+def test_ranks_share_every_entry(device, interleave, parts, num_ranks, kind):
+    draw = Draw(66, device)
+    case = own_positions_case(draw, num_positions=300, topk=40, kind=kind)
+    lists = {}
+    for rank in range(num_ranks):
+        case["shard"] = shard = ContextShard(rank, num_ranks, interleave, parts)
+        check_op("own_positions", case)
+        rows, counts = own_positions(**case)
+        assert rows.shape == (9, len(shard.own_parts), 40)
+        for i, part in enumerate(shard.own_parts):
+            own = torch.arange(40, device=device) < counts[:, i, None]
+            assert torch.equal(rows[:, i] >= 0, own)
+            positions = shard.positions(rows[:, i])
+            lists[part] = [row[:n].tolist() for row, n in zip(positions, counts[:, i], strict=True)]
+    assert sorted(lists) == list(range(num_ranks if parts is None else parts))
+    for t, row in enumerate(case["topk_indices"].tolist()):
+        for part, own in lists.items():
+            turn = len(lists) * interleave
+            assert own[t] == [p for p in row if p >= 0 and p % turn // interleave == part]
+
+
+def test_own_positions_are_written_into_given_outputs(device):
+    case = own_positions_case(Draw(67, device), shard=ContextShard(0, 2, parts=4), strided=True)
+    rows, counts = own_positions(**case)
+    out, given = embed(torch.full_like(rows, 7)), embed(torch.full_like(counts, 7))
+    assert own_positions(**case, out=out, counts=given) == (out, given)
+    assert_equal("out", out, rows)
+    assert_equal("counts", given, counts)
+
+
+def test_own_positions_do_not_depend_on_the_block(monkeypatch):
+    case = own_positions_case(Draw(68), num_tokens=70, shard=ContextShard(1, 2, parts=4))
+    expected = own_positions(**case)
+    monkeypatch.setattr("sparsemla.kernels.common.cpu.WORKSPACE_BYTES", 64 * 20 * 3)
+    for got, wanted in zip(own_positions(**case), expected, strict=True):
+        assert_equal("result", got, wanted)

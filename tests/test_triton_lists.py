@@ -1,10 +1,10 @@
-"""The portable kernel of shared lists at its limits; test_tiers.py has its cases."""
+"""The portable kernels of lists at their limits; test_tiers.py has their cases."""
 
 import pytest
 import torch
 
-from sparsemla import dispatch, reference
-from sparsemla_lab.testing.cases import Draw, embed, share_lists_case
+from sparsemla import ContextShard, dispatch, reference
+from sparsemla_lab.testing.cases import Draw, embed, own_positions_case, share_lists_case
 from sparsemla_lab.testing.compare import assert_equal
 
 pytest.importorskip("triton")
@@ -65,3 +65,36 @@ def test_lengths_beyond_int32():
     case = share_lists_case(draw, num_tokens=4, list_tokens=2)
     lengths = draw.tensor([2**40, -(2**40) + 3, 2**32 + 1, 2**63 - 1], torch.int64)
     check_lists(case | {"topk_lengths": lengths})
+
+
+def check_own(case):
+    """Run the kernel on slices of poison, then the reference."""
+    expected = reference.own_positions(**case)
+    results = [embed(torch.full_like(tensor, 77)) for tensor in expected]
+    dispatch.load("own_positions", "triton")(**case, out=results[0], counts=results[1])
+    for name, got, wanted in zip(("out", "counts"), results, expected, strict=True):
+        assert_equal(name, got.contiguous(), wanted)
+    return expected
+
+
+@pytest.mark.parametrize("shard", [ContextShard(1, 2), ContextShard(0, 1, 64, parts=8)], ids=str)
+def test_own_positions_of_lists_longer_than_a_step(shard):
+    draw = Draw(65, DEVICE)
+    case = own_positions_case(draw, num_tokens=4, topk=4200, num_positions=9000, shard=shard)
+    _, counts = check_own(case)
+    assert (counts[2:] > 300).all()
+
+
+def test_own_positions_of_no_entries_and_no_tokens():
+    for shape in ((5, 0), (0, 9)):
+        empty = torch.empty(shape, dtype=torch.int32, device=DEVICE)
+        check_own({"topk_indices": empty, "shard": ContextShard(1, 2, parts=4)})
+
+
+@pytest.mark.parametrize("shard", [ContextShard(0, 8, 2**28 - 1), ContextShard(0, 1, 2**31 - 1)])
+def test_own_positions_at_the_ends_of_the_range(shard):
+    ends = [-(2**63), -1, 0, 2**31 - 1, 2**31, 2**32 + 4, 2**63 - 1, 2**31 - 2]
+    case = {"topk_indices": torch.tensor([ends], device=DEVICE), "shard": shard}
+    out, counts = check_own(case)
+    last = shard.to_local(torch.tensor([2**31 - 1, 2**31 - 2])).tolist()
+    assert out[0, 0, : counts[0, 0]].tolist()[-2:] == last

@@ -122,8 +122,10 @@ from sparsemla import (
     FP8_528,
     INDEX_FP8,
     INDEX_MXFP4,
+    ContextShard,
     PagedCache,
     fused_indexer_rope_quant,
+    parallel,
     reference,
     sparse_decode,
 )
@@ -1872,7 +1874,7 @@ def check_ranks(config, batch, ties, dtype):
     """Selection and attention of a batch with shared contexts, against one cache for all."""
     draw, group = batch.draw, get_dcp_group()
     interleave = config.parallel_config.cp_kv_cache_interleave_size
-    shard = exchange.Shard(group.rank_in_group, group.world_size, interleave)
+    shard = ContextShard(group.rank_in_group, group.world_size, interleave)
     requests = torch.cat([torch.full((n,), i) for i, n in enumerate(batch.seq_lens)])
     positions = torch.cat([torch.arange(n) for n in batch.seq_lens])
     own = local_slots(batch, requests, positions, shard)
@@ -2223,7 +2225,7 @@ def test_vllm_accepts_the_modes_of_the_example(run_code, tmp_path):
 @pytest.mark.parametrize(("interleave", "num_ranks"), [(1, 2), (3, 2), (64, 3)])
 def test_shares_are_those_of_vllm(interleave, num_ranks):
     seq_lens = torch.arange(400, dtype=torch.int32)
-    shards = [exchange.Shard(rank, num_ranks, interleave) for rank in range(num_ranks)]
+    shards = [ContextShard(rank, num_ranks, interleave) for rank in range(num_ranks)]
     theirs = get_dcp_local_seq_lens(seq_lens, num_ranks, None, interleave)
     ours = torch.stack([shard.lengths(seq_lens) for shard in shards], -1)
     assert_equal("lengths", ours, theirs)
@@ -2818,7 +2820,7 @@ def test_shared_keys_reach_no_kernel_that_was_not_warmed_up(
     group = SimpleNamespace(rank_in_group=0, **two)
     monkeypatch.setattr(indexer, "get_dcp_group", lambda: group)
     monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
-    ops = {exchange: ("indexer_scores_paged", "select_topk", "merge_topk")}
+    ops = {exchange: ("indexer_scores_paged", "select_topk"), parallel: ("merge_topk",)}
     calls = replay.spy(monkeypatch, ops)
     cache, keys = mla_layer.indexer.inner.k_cache, PagedCache.allocate(INDEX_FP8, 70, PAGE_SIZE)
     cache.kv_cache = keys.data

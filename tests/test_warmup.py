@@ -324,6 +324,70 @@ def test_other_ops_are_warmed_up_by_functions_that_call_them(run):
     assert done.stdout.split() == ["_attend", "_merge"], done.stderr[-4000:]
 
 
+OWN_POSITIONS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from sparsemla import ContextShard, Serving, own_positions, warm_up
+from sparsemla.kernels.common.compiling import compile_only
+from sparsemla.kernels.common.device import meta_means
+from test_warmup import recorded
+
+gpu, shard = torch.device("cuda:0"), ContextShard(1, 2, 64, parts=8)
+with recorded("sm_90") as kernels:
+    warm_up(Serving(None, index_heads=0, shard=shard), device=gpu)
+    assert kernels
+    del kernels[:]
+    with meta_means(gpu), compile_only(1):
+        for tokens in (1, 3, 16, 129, 4000):
+            selected = torch.empty(tokens + 1, 2048, dtype=torch.int32, device="meta")
+            own_positions(selected[1:], shard=shard)
+        assert kernels == []
+        own_positions(selected, shard=ContextShard(1, 4, 64, parts=8))
+print(*[kernel.split()[0] for kernel in kernels])
+"""
+
+
+def test_lists_of_a_rank_compile_nothing(run):
+    done = run(OWN_POSITIONS)
+    assert done.stdout.split() == ["_own_positions"], done.stderr[-4000:]
+
+
+EXCHANGES = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from torch import distributed
+from sparsemla import exchange_states, exchange_topk, warm_up
+from test_warmup import recorded
+
+class Group(distributed.ProcessGroup):  # of two ranks, of which one is missing
+    def size(self):
+        return 2
+
+group = Group(0, 2)
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+def step():
+    selected = exchange_topk(empty(3, 64), empty(3, 64, dtype=torch.int32), 64, group=group)
+    assert selected.shape == (3, 64)
+    for scatter, heads in (("heads", 8), (None, 16)):
+        states = empty(2, 3, 16, 512, dtype=torch.bfloat16), empty(2, 3, 16)
+        out, lse = exchange_states(*states, group=group, scatter=scatter)
+        assert (out.shape, lse.shape) == ((3, heads, 512), (3, heads))
+
+with recorded("sm_80") as kernels:
+    warm_up(steps=[step], device="cuda:0")
+print(*sorted({kernel.split()[0] for kernel in kernels}))
+"""
+
+
+def test_exchanges_are_warmed_up_without_the_other_ranks(run):
+    done = run(EXCHANGES)
+    assert done.stdout.split() == ["_merge", "_merge_kernel"], done.stderr[-4000:]
+
+
 CONVERTED = """
 import sys
 sys.path.insert(0, sys.argv[1])

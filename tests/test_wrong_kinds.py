@@ -9,10 +9,12 @@ import math
 import pytest
 import torch
 
+import processes
 import sparsemla
 from sparsemla import (
     BF16_576,
     FP8_DS_MLA,
+    ContextShard,
     DecodeRunner,
     HeadWeight,
     MLALayer,
@@ -132,6 +134,11 @@ def paged_mqa_arguments():
     }
 
 
+def one_rank():
+    (group,) = processes.on_threads(1, lambda rank, group: group)
+    return group
+
+
 LENGTHS = {"query_lens": [3, 4], "seq_lens": [9, 9]}
 VALID = {
     **{f"sparsemla.{op}": make for op, make in CALLS.items()},
@@ -155,6 +162,22 @@ VALID = {
         "slots": torch.arange(3),
         "rows": torch.zeros(3, 576),
         "scale_mode": "pow2",
+    },
+    "sparsemla.exchange_topk": lambda: {
+        "values": torch.zeros(3, 4),
+        "positions": torch.arange(12).view(3, 4),
+        "topk": 2,
+        "group": one_rank(),
+        "out": torch.empty(3, 2, dtype=torch.int32),
+    },
+    "sparsemla.exchange_states": lambda: {
+        "outs": torch.zeros(2, 3, 4, 8).bfloat16(),
+        "lses": torch.zeros(2, 3, 4),
+        "group": one_rank(),
+        "scatter": "tokens",
+        "attn_sink": torch.zeros(4),
+        "out": torch.empty(3, 4, 8).bfloat16(),
+        "lse": torch.empty(3, 4),
     },
     "sparsemla.slots_of": lambda: {
         "page_table": torch.zeros(2, 2, dtype=torch.int32),
@@ -200,6 +223,28 @@ VALID = {
         "block": 32,
     },
     "sparsemla.Pooling": lambda: {"ratio": 4, "overlap": True},
+    "sparsemla.ContextShard": lambda: {
+        "rank": 1,
+        "num_ranks": 4,
+        "interleave": 64,
+        "parts": 8,
+    },
+    "sparsemla.ContextShard.lengths": lambda: {
+        "self": ContextShard(1, 2),
+        "seq_lens": torch.tensor([0, 5]),
+    },
+    "sparsemla.ContextShard.longest": lambda: {"self": ContextShard(1, 2), "seq_len": 5},
+    "sparsemla.ContextShard.positions": lambda: {
+        "self": ContextShard(1, 2),
+        "rows": torch.tensor([0, 5, -1]),
+    },
+    **{
+        f"sparsemla.ContextShard.{method}": lambda: {
+            "self": ContextShard(1, 2),
+            "positions": torch.tensor([0, 5, -1]),
+        }
+        for method in ("owner", "part", "to_local")
+    },
     "sparsemla.WindowState": lambda: {"rows": torch.zeros(1, 8, 2, 64)},
     "sparsemla.WindowState.allocate": lambda: {
         "pooling": Pooling(4),
@@ -216,6 +261,7 @@ VALID = {
     "sparsemla.Serving": lambda: (
         fields_of(Serving(FP8_DS_MLA), Serving.__dataclass_fields__)
         | {"table_width": 2560, "num_pages": 9, "page_stride": 64 * 656, "index_page_stride": 8448}
+        | {"shard": ContextShard(1, 2)}
     ),
     "sparsemla.plan_batch": plan_arguments,
     "sparsemla.plan_on_device": lambda: {
@@ -346,7 +392,7 @@ def callables():
         for name in names:
             if callable(getattr(module, name)) and name not in RECORDS | NEEDS_A_GPU:
                 yield f"{module.__name__.split('.')[-1]}.{name}"
-    for owner in (PagedCache, WindowState, DecodeRunner):
+    for owner in (PagedCache, WindowState, ContextShard, DecodeRunner):
         for name, value in vars(owner).items():
             method = value.__func__ if isinstance(value, classmethod) else value
             takes = inspect.isfunction(method) and len(inspect.signature(method).parameters) > 1

@@ -24,6 +24,7 @@ from sparsemla.ops.decode import decode_workspace_size
 from sparsemla.ops.lists import SharedLists
 from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.ops.projection import group_workspace_size, merge_workspace_size
+from sparsemla.parallel import exchange_states, exchange_topk
 from sparsemla.plan import (
     Plan,
     PlanBuffers,
@@ -43,6 +44,7 @@ from sparsemla.rope import (
     yarn_mscale,
 )
 from sparsemla.runner import DecodeRunner
+from sparsemla.shards import ContextShard
 from sparsemla.warmup import Serving, WarmUp, warm_up
 from sparsemla.weights import (
     HeadWeight,
@@ -63,6 +65,7 @@ __all__ = [
     "INDEX_FP8",
     "INDEX_MXFP4",
     "CacheFormat",
+    "ContextShard",
     "DecodeRunner",
     "Explanation",
     "HeadWeight",
@@ -93,6 +96,8 @@ __all__ = [
     "dequantize_blocks",
     "e4m3_format",
     "entry_slots",
+    "exchange_states",
+    "exchange_topk",
     "explain",
     "from_freqs_cis",
     "fused_indexer_rope_quant",
@@ -109,6 +114,7 @@ __all__ = [
     "merge_topk",
     "merge_workspace_size",
     "mla_softmax_scale",
+    "own_positions",
     "plan_batch",
     "plan_on_device",
     "pool_windows",

@@ -33,6 +33,7 @@ from sparsemla.ops import (
     fused_rope_rmsnorm_quant,
     gather_dequant,
     indexer_topk,
+    own_positions,
     pool_windows,
     prepare_index_queries,
     project_groups,
@@ -42,6 +43,7 @@ from sparsemla.ops import (
     visible_slots,
 )
 from sparsemla.pooling import Pooling, WindowState
+from sparsemla.shards import ContextShard
 from sparsemla.validation import check_device, check_integer, check_kind
 from sparsemla.weights import HeadWeight
 
@@ -97,6 +99,8 @@ class Serving:
         sliding_window: tokens of the window, for DeepSeek-V4.
         groups: groups of heads of the output projection on this rank, for DeepSeek-V4.
         group_width: outputs of a group.
+        shard: this rank's share of every context, for :func:`sparsemla.own_positions`; None if a
+            rank has whole contexts.
 
     Raises:
         TypeError, ValueError: an argument of the wrong kind, or a limit below 1.
@@ -131,6 +135,7 @@ class Serving:
     sliding_window: int = 128
     groups: int = 8
     group_width: int = 1024
+    shard: ContextShard | None = None
 
     def __post_init__(self) -> None:
         if self.cache_format is not None:
@@ -149,6 +154,8 @@ class Serving:
             check_integer("ratios", ratio)
         for name in ("sliding_window", "groups", "group_width"):
             check_integer(name, getattr(self, name), 1)
+        if self.shard is not None:
+            check_kind("shard", self.shard, ContextShard)
         if self.ratios and self.cache_format is None:
             raise ValueError("cache_format must be given with ratios, got None")
 
@@ -427,6 +434,9 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
             for pages in (1, 16, 3):
                 if pages <= serving.columns:
                     _score_keys(serving, cache, pages)
+    if serving.shard is not None:
+        selection = _empty(serving.max_tokens, serving.topk)
+        kernels_of(functools.partial(own_positions, selection, shard=serving.shard))
     if serving.cache_format is None:
         return
     _sizes(of(_find_slots), serving.max_tokens)

@@ -423,6 +423,27 @@ def own_lists(indices, lengths, token_mask, num_tokens, list_tokens):
     return lists
 
 
+def own_positions(topk_indices, rank, num_ranks, interleave, parts):
+    """Rows of a rank's parts, and how many each has."""
+    parts = num_ranks if parts is None else parts
+    out, counts = [], []
+    for positions in ints(topk_indices):
+        turns = {part: [] for part in range(parts) if part % num_ranks == rank}
+        for position in map(int, positions):
+            part = position // interleave % parts
+            if 0 <= position < 2**31 and part in turns:
+                # Turns of this rank that end before the position's, and the place in its own.
+                before = (position // interleave - rank) // num_ranks
+                turns[part].append(before * interleave + position % interleave)
+        counts.append([len(rows) for rows in turns.values()])
+        out.append([rows + [NOWHERE] * (len(positions) - len(rows)) for rows in turns.values()])
+    shape = len(out), len(range(rank, parts, num_ranks))
+    return (
+        np.array(out, np.int64).reshape(*shape, topk_indices.shape[1]),
+        np.array(counts, np.int64).reshape(shape),
+    )
+
+
 def share_lists(topk_indices, list_tokens, topk_lengths):
     """Lists, lengths and masks of groups of tokens."""
     lists = own_lists(topk_indices, topk_lengths, None, len(topk_indices), 1)

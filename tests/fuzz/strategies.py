@@ -21,6 +21,7 @@ from sparsemla import (
     FP8_584,
     FP8_DS_MLA,
     INDEX_FP8,
+    ContextShard,
     HeadWeight,
     MLALayer,
     PagedCache,
@@ -409,6 +410,42 @@ def share_lists(draw, shape):
         "topk_indices": draw.integers(rows, dtype, (num_tokens, topk)),
         "list_tokens": shape["list_tokens"],
         "topk_lengths": draw.integers(lengths, dtype) if shape["lengths"] else None,
+    }
+
+
+OWN_POSITIONS = cases(
+    num_tokens=st.integers(0, 5),
+    topk=TOPKS,
+    num_ranks=st.integers(1, 8),
+    parts=st.none() | st.integers(1, 4),
+    interleave=st.sampled_from([1, 2, 3, 64, 1000, 2**26 - 1]),
+    ascends=FLAGS,
+    index_dtype=INT_DTYPES,
+    strided=FLAGS,
+)
+
+
+def own_positions(draw, shape):
+    num_tokens, topk, dtype = shape["num_tokens"], shape["topk"], shape["index_dtype"]
+    num_ranks, interleave, parts = shape["num_ranks"], shape["interleave"], shape["parts"]
+    limit = draw.choice([2 * topk + 1, 20 * interleave, 2**31])
+    beyond, rows = outside(2**31 - 6, dtype), []
+    for _ in range(num_tokens):
+        ids = [draw.number(0, limit - 1) for _ in range(topk)]
+        if shape["ascends"]:
+            ids = sorted(set(ids))[: draw.number(0, topk)]
+            ids += [-1] * (topk - len(ids))
+        else:
+            ids = [draw.choice(beyond) if draw.chance(0.2) else each for each in ids]
+        rows.append(ids)
+    return {
+        "topk_indices": draw.integers(rows, dtype, (num_tokens, topk)),
+        "shard": ContextShard(
+            draw.number(0, num_ranks - 1),
+            num_ranks,
+            interleave,
+            None if parts is None else parts * num_ranks,
+        ),
     }
 
 

@@ -360,6 +360,15 @@ def test_share_lists(backend, shape):
         check_equal(name, result, expected)
 
 
+@fuzz(strategies.OWN_POSITIONS, times=3)
+def test_own_positions(backend, shape):
+    arguments = strategies.own_positions(draw_of(backend, shape), shape)
+    results = called("own_positions", arguments, ("out", "counts"))
+    wanted = definitions.own_positions(arguments["topk_indices"], **vars(arguments["shard"]))
+    for name, result, expected in zip(("out", "counts"), results, wanted, strict=True):
+        check_equal(name, result, expected)
+
+
 @fuzz(strategies.DENSE_PREFILL, times=3)
 def test_dense_prefill(backend, shape):
     arguments = strategies.dense_prefill(draw_of(backend, shape), shape)

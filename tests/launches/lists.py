@@ -1,8 +1,8 @@
-"""Launches of the kernel that shares lists, for the compile check."""
+"""Launches of the kernels of lists, for the compile check."""
 
 import torch
 
-from sparsemla import dispatch
+from sparsemla import ContextShard, dispatch
 
 # Without an MMA, the PTX of sm_120 is that of sm_100.
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
@@ -27,8 +27,24 @@ def share_lists(list_tokens, dtype=torch.int32, topk=2048):
     return launch
 
 
+def own_positions(shard, dtype=torch.int32, topk=2048):
+    def launch():
+        parts = len(shard.own_parts)
+        dispatch.load("own_positions", "triton")(
+            topk_indices=meta(64, topk, dtype=dtype),
+            shard=shard,
+            out=meta(64, parts, topk),
+            counts=meta(64, parts),
+        )
+
+    return launch
+
+
 LAUNCHES = {
     "lists of 4": share_lists(4),
     "lists of 8 int64": share_lists(8, torch.int64),
     "lists of 2 of 100": share_lists(2, topk=100),
+    "a rank of 4": own_positions(ContextShard(1, 4, 64)),
+    "a rank of 2 with 4 of 8 parts": own_positions(ContextShard(1, 2, parts=8)),
+    "a rank of 3, int64, of 100": own_positions(ContextShard(2, 3), torch.int64, topk=100),
 }

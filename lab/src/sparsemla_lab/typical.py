@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsemla import FP8_DS_MLA, INDEX_FP8, PagedCache, Pooling, ops
+from sparsemla import FP8_DS_MLA, INDEX_FP8, ContextShard, PagedCache, Pooling, ops
 from sparsemla.formats import CacheFormat
 from sparsemla.validation import not_one_of
 from sparsemla.weights import HeadWeight
@@ -147,6 +147,11 @@ TYPICAL = {
     ),
     "share_lists": Typical(
         cases.share_lists_case, {"topk": 2048, "num_tokens": 64}, DTYPE | TOKENS | TOPK
+    ),
+    "own_positions": Typical(
+        cases.own_positions_case,
+        {"topk": 2048, "num_tokens": 16, "num_positions": 4096, "shard": ContextShard(0, 4, 64)},
+        DTYPE | TOKENS | TOPK,
     ),
     "indexer_scores": Typical(
         cases.indexer_scores_case,

@@ -4,7 +4,7 @@ from sparsemla.ops.branch import decode_branch, prefill_branch
 from sparsemla.ops.decode import dense_decode, merge_states, sparse_decode
 from sparsemla.ops.gather import entry_slots, gather_dequant, to_slots, visible_slots
 from sparsemla.ops.indexer import indexer_scores, indexer_scores_paged, indexer_topk
-from sparsemla.ops.lists import share_lists
+from sparsemla.ops.lists import own_positions, share_lists
 from sparsemla.ops.losses import (
     attention_target,
     dense_index_gradients,
@@ -44,6 +44,7 @@ __all__ = [
     "indexer_topk",
     "merge_states",
     "merge_topk",
+    "own_positions",
     "pool_windows",
     "prefill_branch",
     "prepare_index_queries",

@@ -23,6 +23,7 @@ from sparsemla.kernels.attention.arguments import Splits
 from sparsemla.kernels.common.table import C, Op
 from sparsemla.kernels.repeat import recording
 from sparsemla.pooling import Pooling, WindowState
+from sparsemla.shards import ContextShard
 from sparsemla.weights import HeadWeight
 
 _NAMESPACE = __name__.partition(".")[0]  # not always sparsemla: loaders may rename the package
@@ -88,6 +89,11 @@ _RECORDS: dict[object, _Record] = {
         {"ratio": int, "overlap": bool},
         lambda pooling: (pooling.ratio, pooling.overlap),
         Pooling,
+    ),
+    ContextShard: _Record(
+        {"rank": int, "num_ranks": int, "interleave": int, "parts": int | None},
+        lambda shard: (shard.rank, shard.num_ranks, shard.interleave, shard.parts),
+        ContextShard.unchecked,
     ),
     WindowState: _Record({"rows": Tensor}, lambda state: (state.rows,), WindowState.unchecked),
     HeadWeight: _Record(

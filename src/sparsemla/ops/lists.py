@@ -1,4 +1,4 @@
-"""Lists that neighbouring query tokens share: the union of their selections."""
+"""Lists of selected rows: the union of neighbouring tokens' selections, and a rank's own rows."""
 
 from typing import NamedTuple
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 from sparsemla.checks import INTEGERS, MAX_MASKED_TOKENS, Checker
 from sparsemla.kernels import lists
-from sparsemla.kernels.lists.arguments import ShareLists
+from sparsemla.kernels.lists.arguments import OwnPositions, ShareLists
 from sparsemla.kernels.repeat import repeated
 from sparsemla.ops._library import operator
+from sparsemla.shards import ContextShard
 
 
 class SharedLists(NamedTuple):
@@ -99,3 +100,55 @@ token_mask=tensor([[3, 1, 2, 1, 0, 0]], dtype=torch.uint8))
     token_mask = check.output("token_mask", token_mask, "N list_tokens*K", torch.uint8)
     _share_lists(ShareLists(topk_indices, list_tokens, topk_lengths, out, lengths, token_mask))
     return SharedLists(out, lengths, token_mask)
+
+
+_own_positions = operator(lists.OWN_POSITIONS)
+
+
+@repeated
+def own_positions(
+    topk_indices: Tensor,
+    *,
+    shard: ContextShard,
+    out: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The entries of each selection that a rank keeps, as rows of this rank.
+
+    List ``i`` of a token has the positions of the rank's part ``shard.own_parts[i]``, in the order
+    of the selection: a selection that ascends gives lists that ascend. Without ``shard.parts`` a
+    rank has one list. Negative entries and those from ``2^31`` on name nothing.
+
+    The lists are positions of the rank's own requests, so :func:`to_slots` with the rank's page
+    table makes slots of them::
+
+        positions, counts = own_positions(topk_indices, shard=shard)
+        slots = to_slots(positions.flatten(1), page_table, request_ids, page_size=64)
+
+    Args:
+        topk_indices: int32, int64 or uint32 ``[T, K]``, positions in the token's request.
+        shard: the rank's share of every context, with P parts.
+        out: int32 ``[T, P, K]``, written.
+        counts: int32 ``[T, P]``, written.
+
+    Returns:
+        The rows, ``shard.to_local`` of the positions, -1 behind the last; and how many each list
+        has.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+
+    Source: this package.
+
+    >>> shard = ContextShard(rank=1, num_ranks=2, interleave=2)
+    >>> own_positions(torch.tensor([[1, 2, 3, 4, 7, -1]]), shard=shard)
+    (tensor([[[ 0,  1,  3, -1, -1, -1]]], dtype=torch.int32), tensor([[3]], dtype=torch.int32))
+    """
+    check = Checker("own_positions")
+    topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
+    check.kind("shard", shard, ContextShard)
+    check.bind("P", len(shard.own_parts))
+    out = check.output("out", out, "T P K", torch.int32)
+    counts = check.output("counts", counts, "T P", torch.int32)
+    _own_positions(OwnPositions(topk_indices, shard, out, counts))
+    return out, counts

@@ -9,7 +9,7 @@ from sparsemla.reference.branch import decode_branch, prefill_branch
 from sparsemla.reference.decode import dense_decode, merge_states, sparse_decode
 from sparsemla.reference.gather import entry_slots, gather_dequant, to_slots, visible_slots
 from sparsemla.reference.indexer import indexer_scores, indexer_scores_paged, indexer_topk
-from sparsemla.reference.lists import share_lists
+from sparsemla.reference.lists import own_positions, share_lists
 from sparsemla.reference.losses import (
     attention_target,
     dense_index_gradients,
@@ -49,6 +49,7 @@ __all__ = [
     "indexer_topk",
     "merge_states",
     "merge_topk",
+    "own_positions",
     "pool_windows",
     "prefill_branch",
     "prepare_index_queries",

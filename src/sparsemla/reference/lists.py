@@ -1,7 +1,9 @@
-"""Reference of lists that query tokens share. Shapes: T tokens, G of a list, N lists, K top-k."""
+"""Reference of lists of selected rows. Shapes: T tokens, G of a list, N lists, K top-k, P parts."""
 
 import torch
 from torch import Tensor
+
+from sparsemla.shards import ContextShard
 
 
 def share_lists(
@@ -38,6 +40,21 @@ def _ascends(rows: Tensor) -> bool:
     """Whether the entries that are not negative come first and ascend strictly."""
     listed = rows[rows >= 0]
     return bool((rows[: len(listed)] == listed).all() and (listed[1:] > listed[:-1]).all())
+
+
+def own_positions(topk_indices: Tensor, *, shard: ContextShard) -> tuple[Tensor, Tensor]:
+    """The rows on a rank of the positions in each of its parts, in the order of the list."""
+    num_tokens, topk = topk_indices.shape
+    parts = shard.own_parts
+    out = topk_indices.new_full((num_tokens, len(parts), topk), -1, dtype=torch.int32)  # [T, P, K]
+    counts = topk_indices.new_zeros(num_tokens, len(parts), dtype=torch.int32)  # [T, P]
+    for t, positions in enumerate(topk_indices):
+        listed = positions[(positions >= 0) & (positions <= 2**31 - 1)]
+        for i, part in enumerate(parts):
+            rows = shard.to_local(listed[shard.part(listed) == part])
+            out[t, i, : len(rows)] = rows
+            counts[t, i] = len(rows)
+    return out, counts
 
 
 def lists_of_tokens(

@@ -23,6 +23,7 @@ from sparsemla.formats import BF16_576, INDEX_FP8, CacheFormat, ScaleMode, to_fp
 from sparsemla.plan import Plan, plan_batch
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.rope import cos_sin_table, rope_frequencies
+from sparsemla.shards import ContextShard
 from sparsemla.weights import HeadWeight, MLALayer
 
 Arguments = dict[str, object]
@@ -658,6 +659,39 @@ def ascending(indices: Tensor) -> Tensor:
         listed = row[row >= 0].unique()
         to[: len(listed)] = listed
     return out
+
+
+def own_positions_case(
+    draw: Draw,
+    *,
+    num_tokens: int = 9,
+    topk: int = 20,
+    shard: ContextShard = ContextShard(1, 3, 2),  # noqa: B008 (frozen)
+    num_positions: int = 60,
+    kind: str = "ascending",
+    dtype: torch.dtype = torch.int32,
+    strided: bool = False,
+) -> Arguments:
+    """Arguments of ``own_positions``.
+
+    Args:
+        draw: the source of random tensors.
+        shard: the rank's share.
+        num_positions: of the contexts; lists also name the last position, 2^31 - 1.
+        kind: ``ascending`` lists as those of ``indexer_topk``, of which one is empty and one whole,
+            or ``shuffled`` ones with ids from both ends of the range.
+    """
+    wrap = embed if strided else _as_it_is
+    positions = draw.permutation(num_positions)
+    indices = selections(draw, num_tokens, topk, positions, num_positions, 0.8)
+    if kind == "ascending":
+        indices = ascending(indices)
+        indices[:1] = torch.arange(topk, device=draw.device)
+        indices[1:2] = -1
+    if dtype == torch.int64:  # beyond int32
+        indices = indices.long()
+        indices[indices == 2**31 - 1] = 2**32 + 2
+    return {"topk_indices": wrap(indices), "shard": shard}
 
 
 def shared_prefill_case(

@@ -156,6 +156,7 @@ TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
     "entry_slots": (None,),
     "visible_slots": (None, None),
     "share_lists": (None, None, None),
+    "own_positions": (None, None),
     "select_topk": (None,),
     "merge_topk": (None,),
     "indexer_topk": (None,),

@@ -35,6 +35,7 @@ from sparsemla.formats import (
     e4m3_format,
 )
 from sparsemla.pooling import Pooling
+from sparsemla.shards import ContextShard
 from sparsemla_lab.testing import cases
 from sparsemla_lab.testing.cases import Arguments, Draw, embed, mla_layer
 from sparsemla_lab.testing.compare import (
@@ -795,6 +796,28 @@ def _share_lists() -> list[Case]:
             for name, some in options.items()
         ),
         Case("2048 of 4096 rows", build(make, **large), large=True),
+    ]
+
+
+def _own_positions() -> list[Case]:
+    make = cases.own_positions_case
+    options: dict[str, dict[str, Any]] = {
+        "3 ranks": {},
+        "one rank": {"shard": ContextShard(0, 1)},
+        "8 parts on 2 ranks": {"shard": ContextShard(1, 2, 2, parts=8)},
+        "8 parts on one rank": {"shard": ContextShard(0, 1, 64, parts=8), "num_positions": 900},
+        "more entries than a step": {"topk": 2500, "num_positions": 4000, "num_tokens": 5},
+        "shuffled": {"kind": "shuffled", "shard": ContextShard(3, 4)},
+        "int64, strided": {"dtype": torch.int64, "strided": True, "kind": "shuffled"},
+        "one entry": {"topk": 1},
+    }
+    large = {"num_tokens": 1001, "topk": 2048, "num_positions": 1 << 17}
+    return [
+        *(
+            Case(name, build(make, **some), quick="2 ranks" in name)
+            for name, some in options.items()
+        ),
+        Case("4 ranks", build(make, shard=ContextShard(2, 4, 64), **large), large=True),
     ]
 
 
@@ -2443,6 +2466,7 @@ MATRIX: dict[str, tuple[Case, ...]] = {
     "entry_slots": tuple(_entry_slots()),
     "visible_slots": tuple(_visible_slots()),
     "share_lists": tuple(_share_lists()),
+    "own_positions": tuple(_own_positions()),
     "gather_dequant": tuple(_gather()),
     "indexer_scores": tuple(_indexer_scores()),
     "indexer_scores_paged": tuple(_indexer_scores_paged()),

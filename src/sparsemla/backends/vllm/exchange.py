@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from sparsemla import PagedCache, indexer_scores_paged, merge_topk, select_topk
+from sparsemla import ContextShard, PagedCache, indexer_scores_paged, select_topk
+from sparsemla.parallel import merge_offers
 
 
 class Run(NamedTuple):
@@ -64,37 +64,6 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shard:
-    """A rank's share of every context: the ranks take turns of ``interleave`` positions.
-
-    Attributes:
-        rank: in the DCP group.
-        num_ranks: of the DCP group.
-        interleave: consecutive positions that one rank keeps.
-    """
-
-    rank: int
-    num_ranks: int
-    interleave: int
-
-    def lengths(self, seq_lens: Tensor) -> Tensor:
-        """How many of the first ``seq_lens`` positions this rank keeps."""
-        whole = seq_lens // (self.interleave * self.num_ranks) * self.interleave
-        rest = seq_lens - whole * self.num_ranks - self.rank * self.interleave
-        return whole + rest.clamp(0, self.interleave)
-
-    def longest(self, seq_len: int) -> int:
-        """How many of the first ``seq_len`` positions the rank with most of them keeps."""
-        turn = self.interleave * self.num_ranks
-        return seq_len // turn * self.interleave + min(seq_len % turn, self.interleave)
-
-    def positions(self, rows: Tensor) -> Tensor:
-        """Positions in the request of rows ``0, 1, ...`` of this rank; -1 of negative ones."""
-        turn = rows // self.interleave * self.num_ranks + self.rank
-        return torch.where(rows < 0, -1, turn * self.interleave + rows % self.interleave)
-
-
-@dataclass(frozen=True)
 class ShardedRows:
     """The query tokens of a batch and this rank's part of their keys.
 
@@ -105,7 +74,7 @@ class ShardedRows:
         all_gather: joins a tensor of each rank along their first dim, in the order of ranks.
     """
 
-    shard: Shard
+    shard: ContextShard
     runs: list[Run]
     lengths: Tensor
     all_gather: Callable[[Tensor], Tensor]
@@ -153,8 +122,10 @@ class ShardedRows:
                 ).flatten(0, 1)
                 rows = select_topk(scores, topk=offered, row_ends=lengths)
                 values = scores.gather(1, rows.clamp(min=0).long())
-                offer = torch.stack([values.view(torch.int32), self.shard.positions(rows)])
-                offers = self.all_gather(offer).unflatten(0, (-1, 2))
-                merge_topk(
-                    offers[:, 0].view(torch.float32), offers[:, 1], topk=topk, out=out[tokens]
+                merge_offers(
+                    values,
+                    self.shard.positions(rows),
+                    topk,
+                    all_gather=self.all_gather,
+                    out=out[tokens],
                 )

@@ -45,10 +45,16 @@ from vllm.v1.attention.backends.mla.indexer import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from sparsemla import INDEX_FP8, PagedCache, fused_indexer_rope_quant, indexer_topk
+from sparsemla import (
+    INDEX_FP8,
+    ContextShard,
+    PagedCache,
+    fused_indexer_rope_quant,
+    indexer_topk,
+)
 from sparsemla.backends.environment import DIVIDE_ROWS_FROM, divide_rows_from
 from sparsemla.backends.vllm.divided import DividedRows, Division, Rule
-from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
+from sparsemla.backends.vllm.exchange import Run, ShardedRows
 from sparsemla.backends.vllm.settings import OPERATOR, shard_min_rows, unread_by_indexer
 from sparsemla.backends.vllm.warmup import LOGGER, register_indexer
 
@@ -162,7 +168,7 @@ class ShardedIndexerMetadataBuilder(IndexerMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         group = get_dcp_group()
         interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
-        self.shard = Shard(group.rank_in_group, group.world_size, interleave)
+        self.shard = ContextShard(group.rank_in_group, group.world_size, interleave)
         self.all_gather = functools.partial(group.all_gather, dim=0)
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self.tokens = torch.arange(max_tokens, dtype=torch.int32, device=device)

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsemla import INDEX_FP8
+from sparsemla import INDEX_FP8, ContextShard
 from sparsemla.backends.vllm.compressed import Pages, without_memory
-from sparsemla.backends.vllm.exchange import Run, Shard, ShardedRows
+from sparsemla.backends.vllm.exchange import Run, ShardedRows
 from sparsemla.warmup import Sweep
 
 MOST_TOKENS = 2048
 """Of a launch: more than eight for each multiprocessor only take more waves of the same kernels."""
 
 
-class _Shapes(Shard):
+class _Shapes(ContextShard):
     """A share of tensors without memory, with which torch's arithmetic takes milliseconds."""
 
     def positions(self, rows: Tensor) -> Tensor:

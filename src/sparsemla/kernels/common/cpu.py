@@ -272,7 +272,10 @@ def finish(
     """
     if attn_sink is None:
         return out
-    share = torch.sigmoid(lse - attn_sink).masked_fill_(lse.isneginf(), 0)[..., None]
+    # Not torch.sigmoid, for the reason of :func:`merge`.
+    share = (
+        (attn_sink - lse).exp_().add_(1).reciprocal_().masked_fill_(lse.isneginf(), 0)[..., None]
+    )
     if unrounded is not None and ((share != 0) & (share != 1)).any():
         out = out.where(share == 1, unrounded()[..., : out.shape[-1]])
     return out * share
@@ -280,6 +283,8 @@ def finish(
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
     """The union of two attention states ``[..., M, D]`` and ``[..., M]``, in float32."""
-    total = torch.logaddexp(lse, more_lse)
+    # torch.logaddexp gives other bits to the last elements of a tensor, which fill no vector.
+    gap = (lse - more_lse).abs_().masked_fill_(lse == more_lse, 0)  # 0 between infinities
+    total = torch.maximum(lse, more_lse).add_(gap.neg_().exp_().log1p_())
     shares = [(part - total).exp_().masked_fill_(part.isneginf(), 0) for part in (lse, more_lse)]
     return out * shares[0][..., None] + more * shares[1][..., None], total

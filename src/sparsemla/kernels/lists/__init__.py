@@ -1,9 +1,9 @@
-"""Lists of rows that query tokens share."""
+"""Lists of selected rows: those that query tokens share, and a rank's own."""
 
 from typing import TYPE_CHECKING
 
 from sparsemla.kernels.common.table import Kernel, LazyModule, Op
-from sparsemla.kernels.lists.arguments import ShareLists
+from sparsemla.kernels.lists.arguments import OwnPositions, ShareLists
 
 if TYPE_CHECKING:
     from sparsemla.kernels.lists import cpu, triton
@@ -20,4 +20,14 @@ SHARE_LISTS = Op(
     outputs=("out", "lengths", "token_mask"),
 )
 
-OPS = {SHARE_LISTS.name: SHARE_LISTS}
+OWN_POSITIONS = Op(
+    "own_positions",
+    OwnPositions,
+    (
+        Kernel("triton", lambda: triton.own_positions),
+        Kernel("cpu", lambda: cpu.own_positions),
+    ),
+    outputs=("out", "counts"),
+)
+
+OPS = {op.name: op for op in (SHARE_LISTS, OWN_POSITIONS)}

@@ -1,4 +1,4 @@
-"""The record of lists that query tokens share."""
+"""The records of lists of selected rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sparsemla.kernels.common.table import ALLOCATED
+from sparsemla.shards import ContextShard
 
 
 class ShareLists(NamedTuple):
@@ -18,3 +19,12 @@ class ShareLists(NamedTuple):
     out: Tensor = ALLOCATED
     lengths: Tensor = ALLOCATED
     token_mask: Tensor = ALLOCATED
+
+
+class OwnPositions(NamedTuple):
+    """Arguments of :func:`sparsemla.own_positions`."""
+
+    topk_indices: Tensor
+    shard: ContextShard
+    out: Tensor = ALLOCATED
+    counts: Tensor = ALLOCATED

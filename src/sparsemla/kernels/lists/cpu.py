@@ -1,9 +1,9 @@
-"""Lists of rows that query tokens share, on the CPU."""
+"""Lists of rows that query tokens share, and a rank's own rows of a list, on the CPU."""
 
 import torch
 
 from sparsemla.kernels.common import cpu
-from sparsemla.kernels.lists.arguments import ShareLists
+from sparsemla.kernels.lists.arguments import OwnPositions, ShareLists
 
 
 def share_lists(call: ShareLists) -> None:
@@ -31,3 +31,19 @@ def share_lists(call: ShareLists) -> None:
         out[lists] = union[:, :-1].where(merged, rows).to(out.dtype)
         token_mask[lists] = marks[:, :-1].where(merged, bits.where(rows >= 0, 0)).to(torch.uint8)
         call.lengths[lists] = first.sum(1).where(ascends, out.shape[1]).int()
+
+
+def own_positions(call: OwnPositions) -> None:
+    topk_indices, shard, out = call.topk_indices, call.shard, call.out
+    num_tokens, topk = topk_indices.shape
+    for tokens in cpu.blocks(num_tokens, cpu.WORKSPACE_BYTES // (64 * max(topk, 1))):
+        positions = topk_indices[tokens].long()
+        positions = positions.where(positions < 2**31, -1)
+        part, rows = shard.part(positions), shard.to_local(positions)
+        for i, each in enumerate(shard.own_parts):
+            own = part == each
+            # The other entries are written to a column that is dropped.
+            place = (own.cumsum(1) - 1).where(own, topk)
+            listed = rows.new_full((len(rows), topk + 1), -1).scatter_(1, place, rows)
+            out[tokens, i] = listed[:, :-1].int()
+            call.counts[tokens, i] = own.sum(1).int()

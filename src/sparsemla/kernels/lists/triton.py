@@ -1,13 +1,17 @@
-"""Lists of rows that query tokens share, in Triton.
+"""Lists of rows that query tokens share, and a rank's own rows of a list, in Triton.
 
-A program merges the lists of a group of tokens, and then of further groups, without atomics: one
-token's list after another into their union, from one buffer into another. The rank of an entry in
-the new union is its place in its own list, plus the number of smaller entries in the other one,
-which a binary search finds, minus the number of smaller entries that are in both, which a running
-count finds. Neighbouring threads search for neighbouring rows and read the same few lines.
+A program of :func:`share_lists` merges the lists of a group of tokens, and then of further groups,
+without atomics: one token's list after another into their union, from one buffer into another. The
+rank of an entry in the new union is its place in its own list, plus the number of smaller entries
+in the other one, which a binary search finds, minus the number of smaller entries that are in both,
+which a running count finds. Neighbouring threads search for neighbouring rows and read the same
+few lines.
 
 For ``N`` groups of ``G`` tokens with lists of ``K`` rows and unions of ``U``, that is at most
 ``N * G * (K + U)`` searches of ``log2(U)`` loads, whatever the number of rows to select from.
+
+A program of :func:`own_positions` writes one part of one token's list: a running count of the
+part's entries is the place of each.
 """
 
 import torch
@@ -16,7 +20,7 @@ import triton.language as tl
 
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.integers import next_power_of_2
-from sparsemla.kernels.lists.arguments import ShareLists
+from sparsemla.kernels.lists.arguments import OwnPositions, ShareLists
 
 BLOCK = 1024
 """Most entries of a step: four for each thread."""
@@ -200,5 +204,68 @@ def share_lists(call: ShareLists) -> None:
         LIST_TOKENS=list_tokens,
         BLOCK=min(next_power_of_2(max(topk, 256)), BLOCK),
         LAST=torch.iinfo(topk_indices.dtype).max,
+        num_warps=8,
+    )
+
+
+@triton.jit(do_not_specialize=["rank", "topk"])
+def _own_positions(
+    indices,
+    indices_token,
+    out,
+    out_token,
+    out_part,
+    counts,
+    counts_token,
+    counts_part,
+    rank,
+    topk,
+    NUM_RANKS: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    own_parts: tl.constexpr = NUM_PARTS // NUM_RANKS
+    token = (tl.program_id(0) // own_parts).to(tl.int64)
+    number = (tl.program_id(0) % own_parts).to(tl.int64)
+    part = rank + number.to(tl.int32) * NUM_RANKS
+    listed = indices + token * indices_token
+    to = out + token * out_token + number * out_part
+    count = 0
+    for start in range(0, topk, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        position = tl.load(listed + at, mask=at < topk, other=-1)
+        named = (position >= 0) & (position <= 0x7FFFFFFF)
+        position = tl.where(named, position, 0).to(tl.int32)
+        turn = position // INTERLEAVE
+        own = named & (turn % NUM_PARTS == part)
+        row = turn // NUM_RANKS * INTERLEAVE + position % INTERLEAVE
+        before = tl.cumsum(own.to(tl.int32)) - 1
+        tl.store(to + count + before, row, mask=own)
+        count += tl.sum(own.to(tl.int32))
+    tl.store(counts + token * counts_token + number * counts_part, count)
+    for start in range(count, topk, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        tl.store(to + at, tl.full([BLOCK], -1, tl.int32), mask=at < topk)
+
+
+def own_positions(call: OwnPositions) -> None:
+    topk_indices, shard, out, counts = call.topk_indices, call.shard, call.out, call.counts
+    num_tokens, topk = topk_indices.shape
+    _own_positions[(num_tokens * len(shard.own_parts),)](
+        topk_indices,
+        topk_indices.stride(0),
+        out,
+        out.stride(0),
+        out.stride(1),
+        counts,
+        counts.stride(0),
+        counts.stride(1),
+        shard.rank,
+        topk,
+        NUM_RANKS=shard.num_ranks,
+        INTERLEAVE=shard.interleave,
+        NUM_PARTS=shard.num_parts,
+        BLOCK=min(next_power_of_2(max(topk, 256)), 2 * BLOCK),
         num_warps=8,
     )

@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparsemla.formats import CacheFormat
 from sparsemla.pooling import Pooling
+from sparsemla.shards import ContextShard
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,7 +42,7 @@ MAX_SIGNATURES = 4096
 ALIGNMENT = 512
 """Bytes, as torch aligns allocations."""
 
-VALUES = {bool, int, str, type(None), torch.dtype, CacheFormat, Pooling}
+VALUES = {bool, int, str, type(None), torch.dtype, CacheFormat, ContextShard, Pooling}
 SEQUENCES = {tuple, list}
 QUESTIONS = {
     *(
