@@ -14,21 +14,36 @@ function capacity(tables, set) {
 
   const left = (set.memory_gib * set.used_percent) / 100 - set.weights_gib / set.gpus;
   const free = Math.max(Math.floor(left * 2 ** 30), 0);
-  const grown = rows.filter((each) => each.ratio);
+  const hosted = rows.filter((each) => set.host_gib && each.on_host);
+  const grown = rows.filter((each) => each.ratio && !hosted.includes(each));
   const perToken = sum(grown.map((each) => ofRow(each) / each.ratio));
   const fixed = rows.filter((each) => !each.ratio);
   const perRequest = sum(fixed.map((each) => ofRow(each) * each.kept));
   const step = sum(rows.map((each) => ofRow(each) * rowsRead(each)));
-  const pool = free * (set.share === "context" ? set.gpus : 1);
-  const requests = Math.floor(pool / (set.context * perToken + perRequest));
+  const layers = (of) => sum(of.map((each) => each.layers));
+  let hot = layers(hosted) * set.rows_per_seat * tables.hot_row_bytes[set.cache_format];
+  if (hosted.length) hot += 12 * set.rows_per_seat * layers(grown);
+  const hostPerToken = sum(hosted.map(ofRow));
+  const sharing = set.share === "context" ? set.gpus : 1;
+  const pool = free * sharing;
+  const kept = perRequest + hot * sharing;
+  let requests = Math.floor(pool / (set.context * perToken + kept));
+  let tokens = Math.floor((pool - kept) / perToken);
+  if (hosted.length) {
+    const host = Math.floor(set.host_gib * 2 ** 30) / Math.floor(set.gpus / sharing);
+    requests = Math.min(requests, Math.floor(host / (set.context * hostPerToken)));
+    tokens = Math.min(tokens, Math.floor(host / hostPerToken));
+  }
   return {
     free_bytes: free,
     bytes_per_token: perToken,
     bytes_per_request: perRequest,
-    tokens: Math.max(Math.floor((pool - perRequest) / perToken), 0),
+    hot_bytes: hot,
+    host_bytes_per_token: hostPerToken,
+    tokens: Math.max(tokens, 0),
     requests: requests * (set.share === "data" ? set.gpus : 1),
     step_bytes: step,
-    gpu_step_bytes: (requests * step) / (set.share === "context" ? set.gpus : 1),
+    gpu_step_bytes: (requests * step) / sharing,
     rows: rows.map((each) => ({
       name: each.name,
       layers: each.layers,
@@ -58,6 +73,8 @@ function calculator(root, tables) {
     memory_gib: ["memory of a GPU", 16, 288, (value) => `${value} GiB`],
     weights_gib: ["weights of all GPUs", 0, 1600, (value) => `${value} GiB`],
     used_percent: ["memory for weights and cache", 50, 98, (value) => `${value}%`],
+    host_gib: ["host memory for latent rows", 0, 4096, (value) => (value ? `${value} GiB` : "none")],
+    rows_per_seat: ["hot rows of a request and layer", 11, 14, (value) => 2 ** value],
     context: ["tokens of a request", 10, 20, (value) => tokens(2 ** value)],
   };
   const choices = { model: "model", gpu: "GPU", cache_format: "latent rows", index_format: "index keys", share: "a GPU keeps" };
@@ -115,6 +132,7 @@ function calculator(root, tables) {
       document.getElementById(`capacity-${name}-value`).textContent = range[3](set[name]);
     }
     set.context = 2 ** set.context;
+    set.rows_per_seat = 2 ** set.rows_per_seat;
     const found = capacity(tables, set);
     const bandwidth = tables.gpus[set.gpu][1];
     const milliseconds = (found.gpu_step_bytes / bandwidth / 1e9).toPrecision(3);
@@ -128,6 +146,8 @@ function calculator(root, tables) {
       ["a token of a request reads", bytes(found.step_bytes)],
       ["a decode step of all these requests reads, on each GPU", bytes(found.gpu_step_bytes)],
       [`at least, at ${bandwidth} TB/s`, `${milliseconds} ms`],
+      ["bytes of a token in host memory", bytes(found.host_bytes_per_token)],
+      ["hot rows of a request, on each GPU", bytes(found.hot_bytes)],
     ]);
     table(
       ["rows", "layers", "tokens a row", "a row", "a token", "a request", "rows read", "bytes read"],
@@ -151,6 +171,8 @@ function calculator(root, tables) {
   Object.assign(inputs.gpus, { value: 8 });
   Object.assign(inputs.used_percent, { value: 90 });
   Object.assign(inputs.context, { value: 17 });
+  Object.assign(inputs.host_gib, { value: 0 });
+  Object.assign(inputs.rows_per_seat, { value: 12 });
   const wanted = new URLSearchParams(location.hash.slice(1));
   for (const name of ["model", "gpu"]) if (wanted.has(name)) inputs[name].value = wanted.get(name);
   chooseModel();

@@ -147,7 +147,7 @@ class Model(Protocol):
 
     device: str
 
-    def step(self, plan: Plan, token_ids: Tensor) -> Tensor: ...
+    def step(self, plan: Plan, token_ids: Tensor, **inputs: Tensor) -> Tensor: ...
 
 
 class Batcher:
@@ -158,10 +158,17 @@ class Batcher:
         pool: the pages.
         max_requests: most requests of a step.
         max_step_tokens: most tokens of a step; longer prompts take several steps.
+        workspace_rows: of the plans of steps with prompts, for models that gather contexts.
     """
 
     def __init__(
-        self, model: Model, pool: PagePool, *, max_requests: int = 8, max_step_tokens: int = 64
+        self,
+        model: Model,
+        pool: PagePool,
+        *,
+        max_requests: int = 8,
+        max_step_tokens: int = 64,
+        workspace_rows: int | None = None,
     ) -> None:
         if max_step_tokens < max_requests:
             raise ValueError(
@@ -170,12 +177,13 @@ class Batcher:
             )
         self.model, self.pool = model, pool
         self.max_requests, self.max_step_tokens = max_requests, max_step_tokens
+        self.workspace_rows = workspace_rows
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first, all older than those that wait
         self.num_steps = 0
         self._decode = DecodeRunner(
             model.step,
-            {"token_ids": torch.zeros(1, dtype=torch.int64, device=model.device)},
+            self.inputs([], [0]),
             batch_sizes={*(2**i for i in range(max_requests.bit_length())), max_requests},
             max_pages_per_request=pool.num_pages,
             page_size=pool.page_size,
@@ -305,14 +313,22 @@ class Batcher:
             token for request, end in spans for token in request.tokens[request.num_cached : end]
         ]
         page_table = page_table.to(self.model.device)
-        token_ids = torch.tensor(tokens, device=self.model.device)
+        inputs = self.inputs(list(batch), tokens)
         if max(query_lens) == 1:
-            return self._decode.run(seq_lens, page_table, token_ids=token_ids)
+            return self._decode.run(seq_lens, page_table, **inputs)
         plan = plan_batch(
-            query_lens, seq_lens, page_table, page_size=self.pool.page_size, workspace_rows=None
+            query_lens,
+            seq_lens,
+            page_table,
+            page_size=self.pool.page_size,
+            workspace_rows=self.workspace_rows,
         )
-        logits = self.model.step(plan, token_ids)  # [T, n]
+        logits = self.model.step(plan, **inputs)  # [T, n]
         return logits[plan.input_row_offsets[1:] - 1]
+
+    def inputs(self, batch: Sequence[Request], tokens: Sequence[int]) -> dict[str, Tensor]:
+        """What the model's step takes beside the plan."""
+        return {"token_ids": torch.tensor(tokens, device=self.model.device)}
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.pool.page_size)

@@ -20,6 +20,7 @@ from sparsemla import (
     FP8_DS_MLA,
     INDEX_FP8,
     HeadWeight,
+    HostCache,
     MLALayer,
     PagedCache,
     Plan,
@@ -94,26 +95,39 @@ class TinyModel:
             )
             for _ in range(NUM_LAYERS)
         ]
-        self.latents, self.index_keys = (
-            PagedCache.allocate(
-                cache_format, num_pages, page_size, num_layers=NUM_LAYERS, device=device
-            )
-            for cache_format in (FP8_DS_MLA, INDEX_FP8)
+        self.index_keys = PagedCache.allocate(
+            INDEX_FP8, num_pages, page_size, num_layers=NUM_LAYERS, device=device
+        )
+        self.latents = self.allocate_latents(num_pages, page_size)
+
+    def allocate_latents(self, num_pages: int, page_size: int) -> PagedCache | HostCache:
+        """Where the latent rows of all layers are."""
+        return PagedCache.allocate(
+            FP8_DS_MLA, num_pages, page_size, num_layers=NUM_LAYERS, device=self.device
         )
 
-    def step(self, plan: Plan, token_ids: Tensor) -> Tensor:
+    def step(self, plan: Plan, token_ids: Tensor, **inputs: Tensor) -> Tensor:
         """Write the rows of the tokens ``[T]`` and return their logits ``[T, VOCAB]``."""
         x = self.embedding[token_ids]  # [T, HIDDEN]
         for layer_idx, layer in enumerate(self.layers):
-            latents = self.latents.layer(layer_idx)
-            slots = select(layer, _norm(x), self.index_keys.layer(layer_idx), plan)
-            x = x + attend(layer, _norm(x), latents, plan, slots)
+            chosen = select(layer, _norm(x), self.index_keys.layer(layer_idx), plan)
+            x = x + self.attend(layer_idx, _norm(x), plan, chosen, **inputs)
             x = x + product(silu(product(_norm(x), layer.up)), layer.down)
         return product(_norm(x), self.head)
 
+    def attend(self, layer_idx: int, x: Tensor, plan: Plan, chosen: Tensor) -> Tensor:
+        """Store the latent rows of the tokens; what attention adds to them, ``[T, HIDDEN]``."""
+        layer, latents = self.layers[layer_idx], self.latents.layer(layer_idx)
+        q, kv = project(layer, x)
+        slots = to_slots(chosen, plan.page_table, plan.request_ids, page_size=latents.page_size)
+        # A given number of splits keeps the bits of a token. Without that, prefill_branch is faster
+        # for steps with chunks of prompts.
+        heads = decode_branch(q, kv, latents, layer.mla, plan, topk_indices=slots, num_splits=1)
+        return product(heads.flatten(1).float(), layer.out)  # heads: [T, H, V]
+
 
 def select(layer: Layer, x: Tensor, index_keys: PagedCache, plan: Plan) -> Tensor:
-    """Store the indexer keys of the tokens; the slots ``[T, K]`` that each token attends to."""
+    """Store the indexer keys of the tokens; the positions ``[T, K]`` that each token attends to."""
     ones = torch.ones_like(layer.index_k[0])
     append_index_keys(
         product(x, layer.index_k),
@@ -130,7 +144,7 @@ def select(layer: Layer, x: Tensor, index_keys: PagedCache, plan: Plan) -> Tenso
         layer.mla.cos_sin_cache,
         positions=plan.positions,
     )
-    chosen = indexer_topk(
+    return indexer_topk(
         queries,
         weights,
         index_keys,
@@ -139,17 +153,11 @@ def select(layer: Layer, x: Tensor, index_keys: PagedCache, plan: Plan) -> Tenso
         page_table=plan.page_table,
         topk=TOPK,
     )
-    return to_slots(chosen, plan.page_table, plan.request_ids, page_size=index_keys.page_size)
 
 
-def attend(layer: Layer, x: Tensor, latents: PagedCache, plan: Plan, slots: Tensor) -> Tensor:
-    """Store the latent rows of the tokens; what attention adds to them, ``[T, HIDDEN]``."""
-    q = product(x, layer.q).unflatten(1, (H, P + R)).bfloat16()
-    kv = product(x, layer.kv)
-    # A given number of splits keeps the bits of a token. Without that, prefill_branch is faster
-    # for steps with chunks of prompts.
-    heads = decode_branch(q, kv, latents, layer.mla, plan, topk_indices=slots, num_splits=1)
-    return product(heads.flatten(1).float(), layer.out)  # heads: [T, H, V]
+def project(layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries ``[T, H, P + R]`` of the heads, and the latent rows ``[T, L + R]``."""
+    return product(x, layer.q).unflatten(1, (H, P + R)).bfloat16(), product(x, layer.kv)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

@@ -102,6 +102,10 @@ SHARED_LISTS = "tests/test_interpreter.py -k every_kernel and shared"
 INDEX_LISTS = "tests/test_tiers.py -k portable_kernels and selected_scores and row"
 SHARED = "tests/test_tiers.py -k portable_kernels and share_lists-"
 OWN = "tests/test_tiers.py -k portable_kernels and own_positions-"
+KEPT = "tests/test_tiers.py -k portable_kernels and resolve_rows- and not block"
+BLOCKS_KEPT = "tests/test_tiers.py -k portable_kernels and resolve_rows-more"
+FETCHED = "tests/test_tiers.py -k portable_kernels and fetch_rows- and not 300"
+FORGOTTEN = "tests/test_tiers.py -k portable_kernels and forget_seats-"
 SHARED_PREFILL = "tests/test_tiers.py -k portable_kernels and sparse_prefill-shared and 16"
 INDEX_DENSE = "tests/test_triton_losses.py -k loss_alone and causal"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
@@ -576,6 +580,153 @@ CPU_MUTANTS = (
         "        tl.store(to + at, tl.full([BLOCK], -1, tl.int32), mask=at < topk)\n\n\ndef own",
         "        tl.store(to + at, tl.full([BLOCK], -1, tl.int32), mask=at < count)\n\n\ndef own",
         OWN,
+    ),
+    portable(
+        "positions of this step are kept",
+        "residency/triton.py",
+        "kept = key < context",
+        "kept = key <= context",
+        KEPT,
+    ),
+    portable(
+        "empty rows are not taken first",
+        "residency/triton.py",
+        "if num_empty > 0:  # not so in a seat that was filled once",
+        "if num_empty < 0:",
+        KEPT,
+    ),
+    portable(
+        "rows of hits are taken",
+        "residency/triton.py",
+        "other = (inside & (mark != 2 * i + 2)).to(tl.int32)",
+        "other = inside.to(tl.int32)",
+        KEPT,
+    ),
+    portable(
+        "keys do not move for the victims before them",
+        "residency/triton.py",
+        "place = at - less + smaller_entries(",
+        "place = at + smaller_entries(",
+        KEPT,
+    ),
+    portable(
+        "misses do not move for the victims before them",
+        "residency/triton.py",
+        "            place += at - less\n",
+        "            place += at\n",
+        KEPT,
+    ),
+    portable(
+        "misses without a page take a row",
+        "residency/triton.py",
+        "(inside & ~hit & (slot >= 0))",
+        "(inside & ~hit)",
+        KEPT,
+    ),
+    portable(
+        "a list that does not ascend counts",
+        "residency/triton.py",
+        "        if num_wrong > 0:\n            num_listed = 0\n",
+        "",
+        KEPT,
+    ),
+    portable(
+        "positions of other ranks count",
+        "residency/triton.py",
+        "(position >= 0) & (turn % NUM_RANKS == rank), local, -1",
+        "position >= 0, local, -1",
+        KEPT,
+    ),
+    portable(
+        "contexts of ranks are whole contexts",
+        "residency/triton.py",
+        "context = tl.minimum(_length_of(rank, context, NUM_RANKS, INTERLEAVE), LAST)",
+        "context = tl.minimum(context, LAST)",
+        KEPT,
+    ),
+    portable(
+        "parts share one list",
+        "residency/triton.py",
+        "position // INTERLEAVE % PARTS == part",
+        "position >= 0",
+        KEPT,
+    ),
+    portable(
+        "the last copy of a seat is lost",
+        "residency/triton.py",
+        "num_resolved % COPIES * (3 * per_seat) + at",
+        "(num_resolved + 1) % COPIES * (3 * per_seat) + at",
+        KEPT,
+    ),
+    portable(
+        "the next block of rows begins anew",
+        "residency/triton.py",
+        "            others_before += tl.sum(other)\n",
+        "",
+        BLOCKS_KEPT,
+    ),
+    portable(
+        "the rows of misses stay at the front of the order",
+        "residency/triton.py",
+        "new_order + miss - misses, row",
+        "new_order + miss, row",
+        KEPT,
+    ),
+    portable(
+        "the next block of a list begins anew",
+        "residency/triton.py",
+        "            misses += tl.sum(missed)\n",
+        "            misses = tl.sum(missed)\n",
+        BLOCKS_KEPT,
+    ),
+    portable(
+        "tokens of no request keep old results",
+        "residency/triton.py",
+        "for i in range(padding + share):",
+        "for i in range(padding):",
+        KEPT,
+    ),
+    portable(
+        "every list begins with the first row",
+        "residency/triton.py",
+        "column = number - tl.sum(tl.where(ended, count[None, :], 0), axis=1)",
+        "column = number",
+        FETCHED,
+    ),
+    portable(
+        "counts beyond a list are believed",
+        "residency/triton.py",
+        "count = tl.minimum(tl.maximum(count, 0), topk)",
+        "count = tl.maximum(count, 0)",
+        FETCHED,
+    ),
+    portable(
+        "rows that no slot names keep their bytes",
+        "residency/triton.py",
+        "tl.store(to + unit, bits, mask=inside[:, None] & within)",
+        "tl.store(to + unit, bits, mask=valid[:, None] & within)",
+        FETCHED,
+    ),
+    portable(
+        "scales stay behind",
+        "residency/triton.py",
+        "if source_scales is not None:",
+        "if source_scales is None:",
+        FETCHED,
+    ),
+    portable(
+        "rows behind the first page are those of the first",
+        "residency/triton.py",
+        "page * REGION.source_page + offset",
+        "page * 0 + offset",
+        FETCHED,
+    ),
+    portable(
+        "seats keep their keys",
+        "residency/triton.py",
+        "tl.store(keys + seat * keys_seat + row, tl.full([BLOCK], LAST, tl.int32), mask=inside)",
+        "pass",
+        FORGOTTEN,
     ),
     portable(
         "scores without the scales of FP4 keys",

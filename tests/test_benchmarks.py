@@ -264,3 +264,46 @@ def test_the_rows_of_the_engine_become_a_table_and_a_figure(tmp_path):
     circles = drawn.findall("{http://www.w3.org/2000/svg}circle")
     assert len(circles) == 4
     assert len({circle.get("cx") for circle in circles}) == 2  # a place in each panel
+
+
+HOST_ROWS = (
+    "--device cpu --layers 2 --heads 4 --topk 256 --contexts 1024 --batches 1 3 --hot 2 --steps 2 "
+    "--fetches 5 --overlaps 0.85 --trace-tokens 256"
+)
+
+
+def test_rows_on_the_host_are_timed_where_bits_agree(capsys, monkeypatch, tmp_path):
+    import host_rows
+
+    words = [*HOST_ROWS.split(), "--json", f"{tmp_path}/rows.json"]
+    arguments = host_rows.parse(words)
+    monkeypatch.setattr(host_rows, "WARM_STEPS", 10)
+    monkeypatch.setattr(host_rows, "record", lambda tokens, device: selections(tokens))
+    found = host_rows.main(arguments)
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert rows == [asdict(row) for row in found]
+    assert [(row.batch, row.process) for row in found] == [
+        (batch, process) for batch in (1, 3) for process in ("walk 0.85", "trace")
+    ]
+    for row in found:
+        assert 0 < row.misses < 1
+        assert min(row.resident_us, row.host_us, row.link_us, row.link_gb_s) > 0
+    walks = [row.misses for row in found if row.process == "walk 0.85"]
+    assert walks == pytest.approx([0.1, 0.1], abs=0.05)  # some of those that leave are still hot
+    traced = [row.misses for row in found if row.process == "trace"]
+    assert traced == [1 / 64] * 2  # a token a step, and the three rows beside it
+    assert "fetch of 5 rows" in capsys.readouterr().out
+
+    right = host_rows.to_slots
+    monkeypatch.setattr(host_rows, "to_slots", lambda *args, **options: right(*args, **options) ^ 1)
+    with pytest.raises(AssertionError, match="layer 0 differs with walk"):
+        host_rows.main(arguments)
+    arguments.overlaps, arguments.trace_tokens = [], 512
+    with pytest.raises(ValueError, match="trace_tokens must be at most 256, of which each stands"):
+        host_rows.main(arguments)
+
+
+def selections(tokens):
+    """A model of two layers whose tokens select 64 rows around them."""
+    rows = torch.arange(tokens)[:, None] - torch.arange(63, -1, -1)
+    return {layer: rows.clamp(min=0).int() for layer in range(2)}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sparsemla import PagedCache, Pooling, get_format
+from sparsemla import HotRows, PagedCache, Pooling, get_format
 from sparsemla_lab.capacity import GPUS, MODELS, SHARES, capacity, tables
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -108,6 +108,89 @@ def test_shares_of_the_rows():
     assert found["context"].gpu_step_bytes == found["context"].requests * step / 8
 
 
+ON_HOST = [name for name, model in MODELS.items() if any(rows.on_host for rows in model.rows)]
+
+
+def test_the_models_whose_rows_may_be_on_the_host():
+    assert ON_HOST == ["DeepSeek-V3.2", "GLM-5.2", "GLM-5.3-Flash"]
+    with pytest.raises(ValueError, match="host_gib must be 0 for DeepSeek-V4-Pro"):
+        capacity(**settings("DeepSeek-V4-Pro", host_gib=100))
+
+
+@pytest.mark.parametrize("model", ["DeepSeek-V3.2", "GLM-5.2"])
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("host_gib", [40, 700, 100_000])
+def test_what_fits_with_rows_on_the_host(model, share, host_gib):
+    """One request more exceeds a GPU or the host; the hot rows are those of HotRows."""
+    chosen = settings(model, share=share, host_gib=host_gib, rows_per_seat=8192)
+    found, resident = capacity(**chosen), capacity(**settings(model, share=share))
+    latents, keys = MODELS[model].rows
+    assert found.host_bytes_per_token == latents.layers * 656
+    assert found.bytes_per_token == keys.layers * 132
+    leaders = [layer * keys.layers // latents.layers for layer in range(latents.layers)]
+    leaders = [leaders.index(leader) for leader in leaders]
+    sizes = {"num_layers": latents.layers, "rows_per_seat": 8192, "topk": 2048}
+    of_seats = [
+        HotRows.size(chosen["cache_format"], seats=seats, leaders=leaders, **sizes)
+        for seats in (1, 2)
+    ]
+    # Beside hot rows, a seat has room for its selection, once for all layers.
+    assert 0 < of_seats[1] - of_seats[0] - found.hot_bytes < 300_000
+
+    gpus = chosen["gpus"]
+    on_a_gpu = found.requests // gpus if share == "data" else found.requests
+    ranks = gpus if share == "context" else 1
+
+    def fits(requests, context=chosen["context"]):
+        gpu = requests * (context * found.bytes_per_token / ranks + found.hot_bytes)
+        host = requests * context * found.host_bytes_per_token * (gpus // ranks)
+        return gpu <= found.free_bytes and host <= host_gib * 2**30
+
+    assert fits(on_a_gpu)
+    assert not fits(on_a_gpu + 1)
+    assert fits(1, found.tokens) or found.tokens == 0
+    assert not fits(1, found.tokens + gpus)
+    if host_gib == 100_000:
+        assert found.requests > 1.5 * resident.requests
+    assert found.step_bytes == resident.step_bytes
+
+
+PLACES = [("tensor", 0), ("context", 0), ("tensor", 250), ("context", 250)]
+"""Shares of the rows, and GiB of host memory for each GPU."""
+
+
+def test_the_page_about_long_contexts_has_these_figures():
+    page = (DOCS / "long-contexts.md").read_text(encoding="utf-8")
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()]
+    fitting = [line for line in lines if line[0] in MODELS and line[1].isdigit()]
+    assert len(fitting) == 8
+    sizes = {"memory_gib": 40, "weights_gib": 0, "used_percent": 100}
+    for name, gpus, *cells in fitting:
+        for (share, host_gib), cell in zip(PLACES, cells, strict=True):
+            counts = [
+                capacity(
+                    **settings(name, share=share, gpus=int(gpus), context=context, **sizes),
+                    host_gib=host_gib * int(gpus),
+                ).requests
+                for context in (1 << 17, 1 << 20)
+            ]
+            assert cell == "{} / {}".format(*counts)
+    rows = [line for line in lines if line[0] in MODELS and line[1].endswith(" B")]
+    assert len(rows) == 2
+    for name, latents, keys, hot, resident, hosted in rows:
+        found = capacity(**settings(name, host_gib=100))
+        assert latents == f"{found.host_bytes_per_token:,} B"
+        assert keys == f"{found.bytes_per_token:,.0f} B"
+        assert hot == f"{found.hot_bytes / 1e6:.0f} MB"
+        on_gpu = found.bytes_per_token * 131072
+        on_host = found.host_bytes_per_token * 131072
+        assert resident == f"{(on_gpu + on_host) / 1e9:.2f} GB"
+        on_gpu += found.hot_bytes
+        assert hosted == f"{on_gpu / 1e9:.2f} GB and {on_host / 1e9:.2f} GB on the host"
+    for name in ("DeepSeek-V4-Flash", "DeepSeek-V4-Pro"):
+        assert f"{capacity(**settings(name)).bytes_per_token:,.0f} B" in page
+
+
 def test_weights_that_do_not_fit():
     found = capacity(**settings("DeepSeek-V3.2", gpus=1))
     assert (found.free_bytes, found.requests, found.tokens) == (0, 0, 0)
@@ -122,7 +205,10 @@ def cases():
             gpus, memory = next(sizes)
             names = {"cache_format": cache.name, "index_format": index.name}
             chosen = {"share": share, "gpus": gpus, "memory_gib": memory, "context": 1000 * gpus}
-            yield settings(name, **names, **chosen)
+            yield settings(name, **names, **chosen, host_gib=0, rows_per_seat=4096)
+            if name in ON_HOST:
+                for host_gib in (50, 1000, 9000.5):
+                    yield settings(name, **names, **chosen, host_gib=host_gib, rows_per_seat=2048)
 
 
 def test_the_script_computes_the_same():
@@ -141,7 +227,8 @@ def test_the_script_computes_the_same():
         rows = found.pop("rows")
         assert found == dataclasses.asdict(capacity(**chosen))
         assert sum(row["read_bytes"] for row in rows) == found["step_bytes"]
-        assert sum(row["token_bytes"] for row in rows) == found["bytes_per_token"]
+        per_token = found["bytes_per_token"] + found["host_bytes_per_token"]
+        assert sum(row["token_bytes"] for row in rows) == per_token
         assert sum(row["request_bytes"] for row in rows) == found["bytes_per_request"]
 
 

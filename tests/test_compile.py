@@ -16,6 +16,7 @@ from sparsemla import (
     ContextShard,
     PagedCache,
     Pooling,
+    RowTable,
     bf16_format,
     branch_workspace_size,
     e4m3_format,
@@ -28,6 +29,8 @@ from sparsemla_lab.testing.cases import (
     dense_index_loss_case,
     dense_prefill_case,
     entry_slots_case,
+    fetch_rows_case,
+    forget_seats_case,
     head_weight,
     index_loss_case,
     indexer_scores_case,
@@ -40,6 +43,7 @@ from sparsemla_lab.testing.cases import (
     pool_windows_case,
     project_groups_case,
     project_heads_case,
+    resolve_rows_case,
     select_rows_case,
     selected_scores_backward_case,
     selected_scores_case,
@@ -187,6 +191,11 @@ CALLS = {
     "share_lists": lambda: share_lists_case(Draw(3), with_lengths=True),
     "own_positions": lambda: own_positions_case(Draw(3)),
     "own_positions, parts": lambda: own_positions_case(Draw(3), shard=ContextShard(1, 2, parts=8)),
+    "resolve_rows": lambda: resolve_rows_case(Draw(3)),
+    "resolve_rows, parts": lambda: resolve_rows_case(Draw(3), shard=ContextShard(1, 2, parts=8)),
+    "fetch_rows": lambda: fetch_rows_case(Draw(3), FP8_DS_MLA),
+    "fetch_rows, scales": lambda: fetch_rows_case(Draw(3), e4m3_format()),
+    "forget_seats": lambda: forget_seats_case(Draw(3)),
     "gather_dequant": gather_arguments,
     "indexer_scores": lambda: indexer_scores_case(Draw(8)),
     "indexer_scores, bf16": lambda: indexer_scores_case(Draw(8), fp8=False),
@@ -284,10 +293,11 @@ def tensors_of(case, results):
     written = [
         part
         for value in case.values()
-        if isinstance(value, PagedCache)
-        for part in (value.data, value.scales)
+        if isinstance(value, (PagedCache, RowTable))
+        for part in vars(value).values()
+        if isinstance(part, torch.Tensor)
     ]
-    given = [case.get("out"), case.get("max_logits")]
+    given = [case.get("out"), case.get("max_logits"), case.get("stats")]
     return [part for part in (*results, *written, *given) if part is not None]
 
 

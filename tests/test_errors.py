@@ -20,6 +20,7 @@ from sparsemla import (
     HeadWeight,
     PagedCache,
     Pooling,
+    RowTable,
     bf16_format,
     cos_sin_table,
     e4m3_format,
@@ -46,6 +47,7 @@ from sparsemla_lab.testing.cases import (
     prefill_rows,
     project_groups_case,
     project_heads_case,
+    resolve_rows_case,
     select_rows_case,
     selected_scores_backward_case,
     selected_scores_case,
@@ -125,6 +127,34 @@ def key_slots_arguments():
     case = entry_slots_case(Draw(3), requests=[(2, 3), (7, 2)])
     # Without the tokens that have no request or no position.
     return case | {name: case[name][:5] for name in ("positions", "request_ids")}
+
+
+def resolve_arguments():
+    """A call whose values are all in range."""
+    case = resolve_rows_case(
+        Draw(3),
+        contexts=(30, 9),
+        query_lens=(1, 2),
+        topk=6,
+        shard=ContextShard(1, 2, parts=4),
+    )
+    case["topk_indices"][0] = torch.arange(6)
+    return case | {
+        "out": torch.empty(7, 2, 6, dtype=torch.int32),
+        "counts": torch.empty(7, 2, dtype=torch.int32),
+        **{name: torch.empty(7, 6, dtype=torch.int32) for name in ("miss_slots", "miss_rows")},
+        **{name: torch.empty(7, dtype=torch.int32) for name in ("miss_counts", "new_counts")},
+    }
+
+
+def fetch_arguments():
+    return {
+        "source": PagedCache.allocate(FP8_DS_MLA, 3, 8),
+        "target": PagedCache.allocate(FP8_DS_MLA, 12, 1),
+        "miss_slots": torch.tensor([[3, 23], [7, -1]]),
+        "miss_rows": torch.tensor([[0, 11], [4, -1]]),
+        "miss_counts": torch.tensor([2, 1]),
+    }
 
 
 def pool_arguments():
@@ -222,6 +252,9 @@ CALLS = {
             "counts": torch.empty(9, 2, dtype=torch.int32),
         }
     ),
+    "resolve_rows": resolve_arguments,
+    "fetch_rows": fetch_arguments,
+    "forget_seats": lambda: {"table": RowTable.allocate(3, 8), "seats": torch.tensor([2, -1])},
     "gather_dequant": gather_arguments,
     "merge_states": merge_arguments,
     "select_topk": lambda: {
@@ -387,6 +420,8 @@ FREE = {
     ("entry_slots", "page_table", 1),
     ("visible_slots", "page_table", 0),
     ("visible_slots", "page_table", 1),
+    ("resolve_rows", "page_table", 1),
+    ("forget_seats", "seats", 0),
     ("gather_dequant", "page_table", 1),
     ("gather_dequant", "out", 0),
     ("select_topk", "scores", 1),
@@ -504,6 +539,20 @@ VALUES = [
         for op in ("entry_slots", "visible_slots")
         for name, value in (("positions", -1), ("positions", 35), ("request_ids", 2))
     ),
+    ("resolve_rows", "seats", with_value("seats", 0, 4)),
+    ("resolve_rows", "seats", lambda case: case.update(seats=torch.ones_like(case["seats"]))),
+    ("resolve_rows", "seq_lens", with_value("seq_lens", 0, 10**6)),
+    ("resolve_rows", "seq_lens", with_value("seq_lens", 1, 1)),
+    ("resolve_rows", "seq_lens", with_value("seq_lens", 1, -1)),
+    ("resolve_rows", "input_row_offsets", with_value("input_row_offsets", 0, 1)),
+    ("resolve_rows", "input_row_offsets", with_value("input_row_offsets", 1, 4)),
+    ("resolve_rows", "the tokens of a request", with_value("input_row_offsets", 1, 0)),
+    ("resolve_rows", "topk_indices", with_value("topk_indices", (0, 2), 1)),
+    ("resolve_rows", "topk_indices", with_value("topk_indices", (0, 2), -1)),
+    ("fetch_rows", "miss_slots", with_value("miss_slots", (0, 1), 24)),
+    ("fetch_rows", "miss_slots", with_value("miss_slots", (1, 0), -1)),
+    ("fetch_rows", "miss_rows", with_value("miss_rows", (0, 1), 12)),
+    ("fetch_rows", "miss_counts", with_value("miss_counts", 0, 3)),
     ("gather_dequant", "seq_lens", with_value("seq_lens", 0, 41)),
     ("gather_dequant", "seq_lens", with_value("seq_lens", 0, -1)),
     ("gather_dequant", "page_table", with_value("page_table", (1, 2), 10**6)),
@@ -620,6 +669,19 @@ OTHERS = [
     ("own_positions", "shard", with_arguments(shard=(1, 2))),
     ("own_positions", "out", with_arguments(shard=ContextShard(1, 2))),
     ("own_positions", "counts", with_arguments(counts=torch.empty(9, 3, dtype=torch.int32))),
+    ("resolve_rows", "table", with_arguments(table=None)),
+    ("resolve_rows", "rows_per_seat", with_arguments(max_query_len=4)),
+    ("resolve_rows", "rows_per_seat", with_arguments(table=RowTable.allocate(4, 11))),
+    ("resolve_rows", "page_size", with_arguments(page_size=0)),
+    ("resolve_rows", "max_query_len", with_arguments(max_query_len=0)),
+    ("resolve_rows", "shard", with_arguments(shard=(1, 2))),
+    ("resolve_rows", "out", with_arguments(shard=ContextShard(1, 2))),
+    ("resolve_rows", "stats", with_arguments(stats=torch.zeros(2, dtype=torch.int32))),
+    ("resolve_rows", "stats", with_arguments(stats=torch.zeros(1, 2, dtype=torch.int64))),
+    ("resolve_rows", "workspace", with_arguments(workspace=torch.empty(2911, dtype=torch.uint8))),
+    ("fetch_rows", "page_size", with_arguments(target=PagedCache.allocate(FP8_DS_MLA, 6, 2))),
+    ("fetch_rows", "format", with_arguments(target=PagedCache.allocate(BF16_576, 12, 1))),
+    ("forget_seats", "table", with_arguments(table=torch.zeros(3, 8))),
     ("sparse_decode", "topk_lengths", with_arguments(topk_lengths=torch.zeros(3, 2).int())),
     ("sparse_decode", "topk_lengths", with_arguments(topk_lengths=torch.zeros(2, 1).int())),
     ("sparse_decode", "extra_topk_indices", with_arguments(extra_cache=None)),
@@ -752,6 +814,17 @@ EMPTY = {
     "to_slots": ("topk_indices", "request_ids", "prefill_request_ids", "out"),
     "visible_slots": ("positions", "request_ids", "out", "lengths"),
     "own_positions": ("topk_indices", "out", "counts"),
+    "resolve_rows": (
+        "topk_indices",
+        "out",
+        "counts",
+        "miss_slots",
+        "miss_rows",
+        "miss_counts",
+        "new_counts",
+    ),
+    "fetch_rows": ("miss_slots", "miss_rows", "miss_counts"),
+    "forget_seats": ("seats",),
     "select_topk": ("scores", "row_starts", "row_ends", "request_ids", "out"),
     "indexer_scores_paged": ("index_q", "weights", "page_table", "seq_lens", "out"),
     "append_index_keys": ("index_k", "positions", "slot_mapping"),
@@ -896,6 +969,7 @@ def test_numpy_scalars_are_accepted():
         "entry_slots": ["ratio", "page_size"],
         "visible_slots": ["width", "ratio", "page_size"],
         "share_lists": ["list_tokens"],
+        "resolve_rows": ["page_size", "max_query_len"],
         "sparse_prefill": ["list_tokens"],
         "select_topk": ["topk", "page_size"],
         "merge_topk": ["topk"],
@@ -918,12 +992,12 @@ READ_LSE = {
     "sparse_attention_backward",
 }
 """Ops that read the results of a forward pass."""
+RESULTS = {"out", "lse", "max_logits", "kv_out", "weights_out", "lengths", "counts", "token_mask"}
+MISSES = {"miss_slots", "miss_rows", "miss_counts", "new_counts"}
 OUTPUTS = [
     (op, name)
     for op, name in TENSORS
-    if name
-    in ("out", "lse", "max_logits", "kv_out", "weights_out", "lengths", "counts", "token_mask")
-    and op not in READ_LSE
+    if (name in RESULTS and op not in READ_LSE) or (op == "resolve_rows" and name in MISSES)
 ]
 
 
@@ -1066,7 +1140,8 @@ def test_layer_weights_of_a_wrong_kind_are_refused():
 UNSIGNED = [
     (op, name)
     for op, name in TENSORS
-    if name not in ("out", "lengths", "counts")
+    if name not in ("out", "lengths", "counts", "stats")
+    and (op, name) not in OUTPUTS
     and (op, name) != ("share_lists", "topk_indices")  # gives int64: see tests/test_lists.py
     and CALLS[op]()[name].dtype in (torch.int32, torch.int64)
 ]
@@ -1078,8 +1153,8 @@ def test_uint32_equals_int32(op, name):
     unsigned[name] = unsigned[name].int().view(torch.uint32)
     getattr(sparsemla, op)(**signed)
     getattr(sparsemla, op)(**unsigned)
-    for key in ("out", "lse", "max_logits", "weights_out", "lengths"):
-        if key in signed:
+    for key in ("out", "lse", "max_logits", "weights_out", "lengths", *sorted(MISSES)):
+        if key in signed and key != name:
             assert_equal(key, unsigned[key], signed[key])
     for was, now in zip(cache_bytes(signed), cache_bytes(unsigned), strict=True):
         assert_equal("cache", now, was)

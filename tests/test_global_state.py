@@ -92,6 +92,7 @@ CASES = VALID | {
 
 ON_THE_DEFAULT_DEVICE = {
     "sparsemla.PagedCache.allocate",
+    "sparsemla.RowTable.allocate",
     "sparsemla.WindowState.allocate",
     "sparsemla.rope_frequencies",
 }

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from sparsemla import BF16_512, BF16_576, FP8_528, FP8_584, FP8_DS_MLA, Serving, warm_up
-from sparsemla_lab.testing.serving import CompressedEngine, Engine, random_step
+from sparsemla_lab.testing.serving import CompressedEngine, Engine, HostEngine, random_step
 
 pytest.importorskip("triton")
 
@@ -80,6 +80,18 @@ SERVINGS = {
         for heads, query_len in ((128, 1), (16, 3))
     ],
     "DeepSeek-V3.2, fp8_ds_mla": [Serving(FP8_DS_MLA, 16, max_query_len=3)],
+    "DeepSeek-V3.2, host rows": [
+        Serving(
+            FP8_DS_MLA,
+            16,
+            index_heads=0,
+            max_requests=16,
+            max_tokens=1024,
+            max_query_len=3,
+            max_seq_len=65536,
+            rows_per_seat=8192,
+        )
+    ],
     "DeepSeek-V4": [compressed(FP8_584), compressed(BF16_512, 16, max_query_len=3)],
     "DeepSeek-V4, fp8_528": [compressed(FP8_528)],
 }
@@ -88,6 +100,8 @@ SERVINGS = {
 def engine_of(serving, device, gpu=None):
     if serving.ratios:
         return CompressedEngine(serving, device)
+    if serving.rows_per_seat is not None:
+        return HostEngine(serving, device)
     return Engine(serving, device, gpu)
 
 
@@ -121,6 +135,7 @@ def check_coverage(target, model, num_steps, drop):
         ("sm_80", "DeepSeek-V3.2, fp8_ds_mla", 60),
         ("sm_89", "DeepSeek-V3.2, fp8_ds_mla", 60),
         ("sm_90", "DeepSeek-V3.2, fp8_ds_mla", 60),
+        ("sm_90", "DeepSeek-V3.2, host rows", 40),
         ("sm_80", "DeepSeek-V4, fp8_528", 20),
         ("sm_90", "DeepSeek-V4", 20),
     ],
@@ -175,6 +190,24 @@ def test_steps_notice_what_a_warm_up_leaves_out(run, search):
     done = run(COVERAGE, LEFT_OUT[search], "DeepSeek-V3.2, fp8_ds_mla", "60", search)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("search", ["_keep_rows", "_decode", "_prefill_contexts"])
+def test_steps_over_host_rows_notice_what_a_warm_up_leaves_out(run, search):
+    done = run(COVERAGE, "sm_90", "DeepSeek-V3.2, host rows", "60", search)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout
+
+
+def test_rows_on_the_host_must_suffice_for_a_step():
+    serving = Serving(FP8_DS_MLA, max_query_len=3, rows_per_seat=6144)
+    with pytest.raises(ValueError, match="rows_per_seat must be at least 6144, as 3 tokens of a"):
+        replace(serving, rows_per_seat=6143)
+    with pytest.raises(ValueError, match="rows_per_seat must be None with ratios"):
+        replace(serving, ratios=(0, 4))
+    with pytest.raises(ValueError, match="context_rows must be at least 1"):
+        replace(serving, context_rows=0)
 
 
 NO_GPU = """
@@ -350,6 +383,57 @@ print(*[kernel.split()[0] for kernel in kernels])
 def test_lists_of_a_rank_compile_nothing(run):
     done = run(OWN_POSITIONS)
     assert done.stdout.split() == ["_own_positions"], done.stderr[-4000:]
+
+
+KEPT_ROWS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from sparsemla import (
+    ContextShard, PagedCache, RowTable, Serving, e4m3_format, fetch_rows, forget_seats,
+    resolve_rows, warm_up,
+)
+from sparsemla.kernels.common.compiling import compile_only
+from sparsemla.kernels.common.device import meta_means
+from test_warmup import recorded
+
+gpu, shard = torch.device("cuda:0"), ContextShard(1, 2, 64)
+
+def ints(*shape):
+    return torch.empty(shape, dtype=torch.int32, device="meta")
+
+def step(batch, seats, topk=512, rows_per_seat=1030, first=0, fmt="fp8_584"):
+    table = RowTable.unchecked(*(ints(seats, rows_per_seat) for _ in range(3)))
+    found = resolve_rows(
+        ints(2 * batch + first, topk)[first:], ints(batch + 1), ints(batch + first)[first:],
+        ints(batch), ints(batch, 77), table, page_size=64, max_query_len=2, shard=shard,
+    )
+    host, fast = (PagedCache.allocate(fmt, *size, device="meta") for size in ((9, 64), (50, 1)))
+    fetch_rows(host, fast, found.miss_slots, found.miss_rows, found.miss_counts)
+    forget_seats(table, ints(batch + first)[first:])
+
+with recorded("sm_90") as kernels:
+    warm_up(
+        Serving(
+            "fp8_584", index_heads=0, topk=512, max_tokens=64, max_requests=32, max_query_len=2,
+            max_seq_len=4096, shard=shard, rows_per_seat=1030,
+        ),
+        device=gpu,
+    )
+    assert kernels
+    del kernels[:]
+    with meta_means(gpu), compile_only(1):
+        for batch, seats, first in ((1, 1, 0), (3, 8, 1), (16, 64, 2), (30, 31, 0)):
+            step(batch, seats, first=first)
+        step(5, 7, rows_per_seat=1040)
+        assert kernels == [], kernels
+        step(5, 7, rows_per_seat=9000, fmt=e4m3_format(512, 512))
+print(*[kernel.split()[0] for kernel in kernels])
+"""
+
+
+def test_rows_in_fast_memory_compile_nothing(run):
+    done = run(KEPT_ROWS)
+    assert done.stdout.split() == ["_resolve_kernel", "_fetch_kernel"], done.stderr[-4000:]
 
 
 EXCHANGES = """

@@ -17,12 +17,17 @@ from sparsemla import (
     ContextShard,
     DecodeRunner,
     HeadWeight,
+    HostCache,
+    HostContext,
+    HotRows,
     MLALayer,
     PagedCache,
     Pooling,
+    RowTable,
     Serving,
     WindowState,
     Yarn,
+    plan_batch,
 )
 from sparsemla.compat import deep_gemm, flash_mla
 from sparsemla_lab.testing.cases import Draw, mla_layer
@@ -37,6 +42,39 @@ def paged_cache():
 
 def layered_cache():
     return PagedCache.allocate(BF16_576, 2, 8, num_layers=3)
+
+
+def host_arguments():
+    return {
+        "format": FP8_DS_MLA,
+        "num_pages": 2,
+        "page_size": 8,
+        "num_layers": 2,
+        "device": "cpu",
+    }
+
+
+def hot_sizes():
+    return {"seats": 2, "rows_per_seat": 8, "topk": 4, "query_len": 1, "leaders": (0, 1)}
+
+
+def hot_rows():
+    return HotRows(HostCache.allocate(**host_arguments()), **hot_sizes())
+
+
+def plan_of_host(query_len):
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    return plan_batch([query_len], [4], table, page_size=8, workspace_rows=8)
+
+
+def host_context():
+    return HostContext(HostCache.allocate(**host_arguments()), max_rows=8)
+
+
+def started():
+    context = host_context()
+    context.start(plan_of_host(2))
+    return context
 
 
 def fields_of(instance, names):
@@ -163,6 +201,50 @@ VALID = {
         "rows": torch.zeros(3, 576),
         "scale_mode": "pow2",
     },
+    "sparsemla.HostCache": host_arguments,
+    "sparsemla.HostCache.allocate": lambda: host_arguments() | {"group": None},
+    "sparsemla.HostCache.layer": lambda: {
+        "self": HostCache.allocate(**host_arguments()),
+        "layer_idx": 1,
+    },
+    "sparsemla.HotRows": lambda: (
+        {"host": HostCache.allocate(**host_arguments()), "shard": None, "stream": None}
+        | hot_sizes()
+    ),
+    "sparsemla.HotRows.size": lambda: {"format": FP8_DS_MLA, "num_layers": 2} | hot_sizes(),
+    "sparsemla.HotRows.attach": lambda: {
+        "self": HotRows(None, format=FP8_DS_MLA, num_layers=2, device="cpu", **hot_sizes()),
+        "host": HostCache.allocate(**host_arguments()),
+    },
+    "sparsemla.HotRows.resolve": lambda: {
+        "self": hot_rows(),
+        "layer_idx": 0,
+        "topk_indices": torch.zeros(1, 4, dtype=torch.int32),
+        "plan": plan_of_host(1),
+        "seats": torch.zeros(1, dtype=torch.int32),
+    },
+    "sparsemla.HotRows.layer": lambda: {"self": hot_rows(), "layer_idx": 0},
+    "sparsemla.HotRows.forget": lambda: {"self": hot_rows(), "seats": [0]},
+    "sparsemla.HotRows.truncate": lambda: {"self": hot_rows(), "seats": [0], "lengths": [3]},
+    "sparsemla.HostContext": lambda: {
+        "host": HostCache.allocate(**host_arguments()),
+        "max_rows": 8,
+        "ahead": 1,
+        "stream": None,
+    },
+    "sparsemla.HostContext.start": lambda: {"self": host_context(), "plan": plan_of_host(2)},
+    "sparsemla.HostContext.selects": lambda: {
+        "self": host_context(),
+        "plan": plan_of_host(2),
+        "topk": 4,
+    },
+    "sparsemla.HostContext.selected": lambda: {
+        "self": host_context(),
+        "layer_idx": 0,
+        "topk_indices": torch.zeros(2, 4, dtype=torch.int32),
+        "plan": plan_of_host(2),
+    },
+    "sparsemla.HostContext.rows": lambda: {"self": started(), "layer_idx": 0, "chunk": 0},
     "sparsemla.exchange_topk": lambda: {
         "values": torch.zeros(3, 4),
         "positions": torch.arange(12).view(3, 4),
@@ -245,6 +327,10 @@ VALID = {
         }
         for method in ("owner", "part", "to_local")
     },
+    "sparsemla.RowTable": lambda: {
+        name: torch.zeros(2, 8, dtype=torch.int32) for name in ("keys", "rows", "order")
+    },
+    "sparsemla.RowTable.allocate": lambda: {"seats": 2, "rows_per_seat": 8, "device": None},
     "sparsemla.WindowState": lambda: {"rows": torch.zeros(1, 8, 2, 64)},
     "sparsemla.WindowState.allocate": lambda: {
         "pooling": Pooling(4),
@@ -312,6 +398,12 @@ VALID = {
         "qk_rope_head_dim": 64,
         "device": "cpu",
     },
+    "sparsemla.resolve_workspace_size": lambda: {
+        "num_requests": 2,
+        "topk": 8,
+        "rows_per_seat": 16,
+        "max_query_len": 2,
+    },
     "sparsemla.group_workspace_size": lambda: {"num_tokens": 2, "weight": e4m3_weight()},
     "sparsemla.merge_workspace_size": lambda: {"num_tokens": 2, "num_heads": 4, "dim": 512},
     "sparsemla.prefill_workspace_rows": lambda: (
@@ -353,9 +445,12 @@ VALID = {
 RECORDS = {
     "CacheFormat",
     "Explanation",
+    "HotSelection",
+    "HotStats",
     "Plan",
     "PrefillChunk",
     "RowFields",
+    "Resolved",
     "SharedLists",
     "WarmUp",
 }
@@ -392,7 +487,16 @@ def callables():
         for name in names:
             if callable(getattr(module, name)) and name not in RECORDS | NEEDS_A_GPU:
                 yield f"{module.__name__.split('.')[-1]}.{name}"
-    for owner in (PagedCache, WindowState, ContextShard, DecodeRunner):
+    for owner in (
+        PagedCache,
+        RowTable,
+        HostCache,
+        HotRows,
+        HostContext,
+        WindowState,
+        ContextShard,
+        DecodeRunner,
+    ):
         for name, value in vars(owner).items():
             method = value.__func__ if isinstance(value, classmethod) else value
             takes = inspect.isfunction(method) and len(inspect.signature(method).parameters) > 1

@@ -18,12 +18,14 @@ from sparsemla.formats import (
     e4m3_format,
     get_format,
 )
+from sparsemla.offload import HostCache, HostContext, HotRows, HotSelection, HotStats
 from sparsemla.ops import *
 from sparsemla.ops.branch import branch_workspace_size
 from sparsemla.ops.decode import decode_workspace_size
 from sparsemla.ops.lists import SharedLists
 from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.ops.projection import group_workspace_size, merge_workspace_size
+from sparsemla.ops.residency import Resolved, resolve_workspace_size
 from sparsemla.parallel import exchange_states, exchange_topk
 from sparsemla.plan import (
     Plan,
@@ -35,6 +37,7 @@ from sparsemla.plan import (
     split_prefill_chunks,
 )
 from sparsemla.pooling import Pooling, WindowState
+from sparsemla.residency import RowTable
 from sparsemla.rope import (
     Yarn,
     cos_sin_table,
@@ -69,13 +72,20 @@ __all__ = [
     "DecodeRunner",
     "Explanation",
     "HeadWeight",
+    "HostCache",
+    "HostContext",
+    "HotRows",
+    "HotSelection",
+    "HotStats",
     "MLALayer",
     "PagedCache",
     "Plan",
     "PlanBuffers",
     "Pooling",
     "PrefillChunk",
+    "Resolved",
     "RowFields",
+    "RowTable",
     "Serving",
     "SharedLists",
     "WarmUp",
@@ -99,6 +109,8 @@ __all__ = [
     "exchange_states",
     "exchange_topk",
     "explain",
+    "fetch_rows",
+    "forget_seats",
     "from_freqs_cis",
     "fused_indexer_rope_quant",
     "fused_rope_rmsnorm_quant",
@@ -124,6 +136,8 @@ __all__ = [
     "project_groups",
     "project_heads",
     "projection_weight",
+    "resolve_rows",
+    "resolve_workspace_size",
     "rope_frequencies",
     "select_rows",
     "select_topk",

@@ -270,6 +270,13 @@ class PagedCache:
         """:meth:`fields` for kernels: codes and scales of one byte as uint8."""
         return self.format.stored(self.data, self.scales)
 
+    def stored_bytes(self) -> tuple[Tensor, ...]:
+        """All bytes of the rows, uint8 ``[num_pages, (num_layers,) page_size, n]``.
+
+        Scales that the format keeps apart are a second view.
+        """
+        return self.format.stored_bytes(self.data, self.scales)
+
     def gather(self, slots: Tensor) -> RowFields:
         """The fields ``[..., n]`` of the rows ``slots [...]``.
 
@@ -359,6 +366,14 @@ class PagedCache:
             )
         check_integers("slots", slots)
         return slots.long()
+
+
+class HostLayer(PagedCache):
+    """A layer of rows in host memory, which a GPU reads over its link.
+
+    :meth:`sparsemla.HostCache.layer` makes them. Ops that write caches, ``gather_dequant`` and
+    ``fetch_rows`` take them. Attention, which would wait for the link row by row, refuses them.
+    """
 
 
 def misalignment(tensor: Tensor) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from sparsemla.cache import PagedCache
+from sparsemla.cache import HostLayer, PagedCache
 from sparsemla.formats import CacheFormat
 from sparsemla.validation import INTEGERS, LIMIT, check_integer, check_kind, check_number
 
@@ -195,6 +195,15 @@ class Checker:
         self._device(name, cache.data.device)
         self.gradient(name, cache.data)
         return cache
+
+    def attended(self, name: str, cache: PagedCache, *, may_be_empty: bool = False) -> PagedCache:
+        """:meth:`cache` for rows that attention reads, which must not lie in host memory."""
+        if isinstance(cache, HostLayer):
+            raise ValueError(
+                f"{self.op}: {name} must hold rows in the memory of the device, got a layer of a "
+                "HostCache; attend to HotRows.layer, or to rows that gather_dequant made"
+            )
+        return self.cache(name, cache, may_be_empty=may_be_empty)
 
     def row_dims(self, name: str, rows: Tensor) -> None:
         """Check that rows have at least one dim."""

@@ -26,6 +26,7 @@ from sparsemla.kernels import (
     pool,
     projection,
     quant,
+    residency,
     topk,
 )
 from sparsemla.kernels.common.device import Device, describe, gpu_named, meant, simulated
@@ -46,6 +47,7 @@ OPS: dict[str, Op[Any]] = {
         backward,
         losses,
         projection,
+        residency,
     )
     for name, op in family.OPS.items()
 }

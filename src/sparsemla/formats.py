@@ -335,6 +335,29 @@ class CacheFormat:
                 bf16 = data[..., bf16_at : bf16_at + bf16_bytes].view(torch.bfloat16)
         return RowFields(fp8, _viewed(tail, scale_dtype), bf16)
 
+    def stored_bytes(self, data: Tensor, scales: Tensor | None = None) -> tuple[Tensor, ...]:
+        """All bytes of the rows, padding included, as one view, or with scales kept apart as two.
+
+        Args:
+            data: pages, as for :meth:`fields`.
+            scales: for formats with ``scales_in == "tensor"``.
+
+        Returns:
+            uint8 views ``[..., page_size, n]``, of the row and of its scales.
+
+        >>> data, _ = FP8_584.allocate(2, 64)
+        >>> [tuple(view.shape) for view in FP8_584.stored_bytes(data)]
+        [(2, 64, 576), (2, 64, 8)]
+        """
+        data = _viewed(data, torch.uint8)
+        if self.scales_in == "page":
+            row, tail = self._row_bytes, self.scale_row_bytes
+            return (
+                _region(data, 0, row, row),
+                _region(data, row * data.shape[-2], tail, tail),
+            )
+        return (data,) if scales is None else (data, _viewed(scales, torch.uint8))
+
     def quantize(self, rows: Tensor, *, scale_mode: ScaleMode = "pow2") -> RowFields:
         """Quantise rows to the stored fields.
 

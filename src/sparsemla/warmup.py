@@ -27,8 +27,11 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat, as_format
 from sparsemla.kernels.attention.schedule import converts_first
 from sparsemla.kernels.common.device import meta_means, num_multiprocessors
+from sparsemla.offload import HostCache, HostContext
 from sparsemla.ops import (
     entry_slots,
+    fetch_rows,
+    forget_seats,
     fused_indexer_rope_quant,
     fused_rope_rmsnorm_quant,
     gather_dequant,
@@ -37,12 +40,15 @@ from sparsemla.ops import (
     pool_windows,
     prepare_index_queries,
     project_groups,
+    resolve_rows,
     sparse_decode,
     sparse_prefill,
     to_slots,
     visible_slots,
 )
+from sparsemla.plan import plan_batch, plan_on_device
 from sparsemla.pooling import Pooling, WindowState
+from sparsemla.residency import RowTable
 from sparsemla.shards import ContextShard
 from sparsemla.validation import check_device, check_integer, check_kind
 from sparsemla.weights import HeadWeight
@@ -85,6 +91,10 @@ class Serving:
         table_width: columns of the page table; default as many as ``max_seq_len`` needs.
         converts: prefills may read a workspace of :func:`sparsemla.prefill_workspace_rows`.
         allow_fp8_mma: these prefills permit FP8 MMAs.
+        rows_per_seat: with latent rows in host memory, hot rows of a request and layer, as
+            :class:`sparsemla.HotRows` has them; None if the GPU keeps all rows.
+        context_rows: with rows in host memory, the ``max_rows`` of
+            :class:`sparsemla.HostContext`; default ``max_seq_len``.
         num_pages: of each cache; None if it is not known yet.
         page_stride: elements between pages of the latent cache; None if pages are adjacent.
         index_page_stride: the same of the indexer's keys.
@@ -123,6 +133,8 @@ class Serving:
     table_width: int | None = None
     converts: bool = True
     allow_fp8_mma: bool = False
+    rows_per_seat: int | None = None
+    context_rows: int | None = None
     num_pages: int | None = None
     page_stride: int | None = None
     index_page_stride: int | None = None
@@ -149,6 +161,15 @@ class Serving:
         check_kind("allow_fp8_mma", self.allow_fp8_mma, bool)
         if self.query_pitch is not None:
             check_integer("query_pitch", self.query_pitch, ROPE_DIM)
+        for name in ("rows_per_seat", "context_rows"):
+            if (size := getattr(self, name)) is not None:
+                check_integer(name, size, 1)
+        least = self.max_query_len * self.topk
+        if self.rows_per_seat is not None and self.rows_per_seat < least:
+            raise ValueError(
+                f"rows_per_seat must be at least {least}, as {self.max_query_len} tokens of a "
+                f"decode may select {self.topk} rows each, got {self.rows_per_seat}"
+            )
         check_kind("ratios", self.ratios, tuple)
         for ratio in self.ratios:
             check_integer("ratios", ratio)
@@ -156,8 +177,11 @@ class Serving:
             check_integer(name, getattr(self, name), 1)
         if self.shard is not None:
             check_kind("shard", self.shard, ContextShard)
-        if self.ratios and self.cache_format is None:
-            raise ValueError("cache_format must be given with ratios, got None")
+        if self.ratios and self.rows_per_seat is not None:
+            raise ValueError("rows_per_seat must be None with ratios, whose rows are entries")
+        for name in ("ratios", "rows_per_seat"):
+            if getattr(self, name) and self.cache_format is None:
+                raise ValueError(f"cache_format must be given with {name}, got None")
 
     @classmethod
     def of_model(
@@ -439,7 +463,12 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
         kernels_of(functools.partial(own_positions, selection, shard=serving.shard))
     if serving.cache_format is None:
         return
+    if serving.rows_per_seat is not None:
+        kernels_of(functools.partial(_keep_rows, serving, serving.rows_per_seat))
     _sizes(of(_find_slots), serving.max_tokens)
+    if serving.rows_per_seat is not None:
+        _search_host(serving, kernels_of)
+        return
     for cache in serving.caches(serving.cache_format, serving.page_stride):
         rows = _flat(cache)
         _sizes(of(_decode, rows), serving.max_decodes, every=EVERY)
@@ -592,6 +621,30 @@ def _find_slots(serving: Serving, tokens: int) -> None:
     )
 
 
+def _keep_rows(serving: Serving, rows_per_seat: int) -> None:
+    """The ops over a cache in host memory; their kernels see no count of tokens."""
+    fmt = as_format("cache_format", cast("CacheFormat", serving.cache_format))
+    batch = serving.max_requests
+    table = RowTable.allocate(batch, rows_per_seat, device="meta")
+    host = PagedCache.allocate(fmt, 1024, serving.page_size, device="meta")
+    fast = PagedCache.allocate(fmt, batch * rows_per_seat, 1, device="meta")
+    for stats in (None, _empty(2, dtype=torch.int64)):
+        found = resolve_rows(
+            _empty(serving.max_decodes, serving.topk),
+            _empty(batch + 1),
+            _empty(batch),
+            _empty(batch),
+            _page_table(serving, batch, serving.columns),
+            table,
+            page_size=serving.page_size,
+            max_query_len=serving.max_query_len,
+            shard=serving.shard,
+            stats=stats,
+        )
+    fetch_rows(host, fast, found.miss_slots, found.miss_rows, found.miss_counts)
+    forget_seats(table, _empty(batch))
+
+
 def _queries(serving: Serving, fmt: CacheFormat, *rows: int) -> tuple[Tensor, Tensor | None]:
     """Queries as the engine has them: whole, or without and with their RoPE dims."""
     rope_dim = fmt.head_dim - fmt.value_dim
@@ -653,6 +706,84 @@ def _convert(serving: Serving, cache: PagedCache, start: int, requests: int) -> 
         out=_empty(end, heads, fmt.value_dim, dtype=torch.bfloat16)[start:],
         lse=_empty(end, heads, dtype=torch.float32)[start:],
     )
+
+
+def _search_host(serving: Serving, kernels_of: KernelsOf) -> None:
+    """Run attention of decodes over hot rows, and of prefills over rows from the host."""
+    fmt = cast(CacheFormat, serving.cache_format)
+
+    def search(step: Callable[..., object], *arguments: object, limit: int, every: int = 4) -> None:
+        _sizes(
+            lambda size: kernels_of(functools.partial(step, serving, *arguments, size)),
+            limit,
+            every=every,
+        )
+
+    for pages in [cache.num_pages for cache in serving.caches(fmt, None)]:
+        host = HostCache.allocate(fmt, pages, serving.page_size, num_layers=2, device="meta")
+        context = HostContext(host, max_rows=serving.context_rows or serving.max_seq_len)
+        for start in (0, 1, 2):
+            search(_prefill_contexts, context, start, limit=serving.max_requests)
+    # Fetches do not see the number of pages.
+    search(_prefill_selected, context, limit=serving.max_tokens)
+    num_rows = serving.max_requests * cast(int, serving.rows_per_seat)
+    hot = PagedCache.allocate(fmt, num_rows, 1, device="meta")
+    search(_decode, hot, limit=serving.max_decodes, every=EVERY)
+
+
+def _prefill_selected(serving: Serving, context: HostContext, tokens: int) -> None:
+    """Prefills over the rows that they select."""
+    requests = min(tokens, serving.max_requests)
+    plan = plan_on_device(
+        _empty(requests),
+        _empty(requests),
+        _page_table(serving, requests, serving.columns),
+        page_size=serving.page_size,
+        num_tokens=tokens,
+        max_query_len=tokens,
+    )
+    for piece, rows, _ in context.selected(0, _empty(tokens, serving.topk), plan):
+        _prefill(serving, rows, piece.stop - piece.start)
+
+
+def _prefill_contexts(serving: Serving, context: HostContext, start: int, requests: int) -> None:
+    """Prefills over whole contexts, behind ``start`` decodes of one token."""
+    if start + requests > serving.max_requests:
+        return
+    lengths = [1] * start + [serving.max_query_len + 1] * requests
+    plan = plan_batch(
+        lengths,
+        lengths,
+        _page_table(serving, len(lengths), serving.columns),
+        page_size=serving.page_size,
+        workspace_rows=context.max_rows,
+        decode_threshold=serving.max_query_len,
+    )
+    prefills, fmt, tokens = plan.prefills, cast(CacheFormat, serving.cache_format), plan.num_tokens
+    slots = to_slots(
+        _empty(tokens, serving.topk)[start:],
+        prefills.page_table,
+        prefills.request_ids,
+        page_size=serving.page_size,
+        workspace_starts=prefills.workspace_starts,
+        prefill_request_ids=prefills.prefill_request_ids,
+    )
+    q, q_rope = _queries(serving, fmt, tokens)
+    out = _empty(tokens, serving.num_heads, fmt.value_dim, dtype=torch.bfloat16)
+    lse = _empty(tokens, serving.num_heads, dtype=torch.float32)
+    context.start(prefills)
+    for layer, (number, chunk) in itertools.product(range(2), enumerate(prefills.prefill_chunks)):
+        of_chunk = slice(start + chunk.tokens.start, start + chunk.tokens.stop)
+        sparse_prefill(
+            q[of_chunk],
+            context.rows(layer, number),
+            slots[chunk.tokens],
+            q_rope=None if q_rope is None else q_rope[of_chunk],
+            softmax_scale=1.0,
+            allow_fp8_mma=serving.allow_fp8_mma,
+            out=out[of_chunk],
+            lse=lse[of_chunk],
+        )
 
 
 def _search_compressed(serving: Serving, kernels_of: KernelsOf) -> None:

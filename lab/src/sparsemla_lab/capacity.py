@@ -1,4 +1,4 @@
-"""Tokens and requests that fit into the memory of GPUs, and the bytes that a decode step reads.
+"""Tokens and requests that fit into GPUs and host memory, and the bytes that a decode step reads.
 
 The documentation's calculator computes the same in a browser, from :func:`tables`.
 """
@@ -67,6 +67,11 @@ class Rows:
     def bytes_per_row(self, sizes: dict[str, int]) -> int:
         """Bytes of a row in all layers."""
         return self.layers * (self.of if isinstance(self.of, int) else sizes[self.of])
+
+    @property
+    def on_host(self) -> bool:
+        """Whether host memory may hold them: rows of single tokens, of which a step selects."""
+        return self.ratio == 1 and self.read is not None
 
     def rows_read(self, context: int) -> int:
         """Rows that a layer reads for a token after ``context`` tokens."""
@@ -144,8 +149,10 @@ class Capacity:
 
     Attributes:
         free_bytes: memory of a GPU for the cache.
-        bytes_per_token: of all layers, for each token.
+        bytes_per_token: of all layers, for each token, on GPUs.
         bytes_per_request: of all layers, for a request of any length.
+        hot_bytes: of all layers, for a request's hot rows on each GPU that has a part of it.
+        host_bytes_per_token: of all layers, for each token, in host memory.
         tokens: most tokens of a single request.
         requests: requests of the given context that fit at a time.
         step_bytes: bytes that attention and the indexers read for one token of a request.
@@ -155,6 +162,8 @@ class Capacity:
     free_bytes: int
     bytes_per_token: float
     bytes_per_request: int
+    hot_bytes: int
+    host_bytes_per_token: int
     tokens: int
     requests: int
     step_bytes: int
@@ -172,6 +181,8 @@ def capacity(
     weights_gib: float,
     used_percent: int = 90,
     share: str = "tensor",
+    host_gib: float = 0,
+    rows_per_seat: int = 4096,
 ) -> Capacity:
     """The tokens and requests that fit.
 
@@ -183,32 +194,62 @@ def capacity(
         memory_gib: memory of a GPU.
         weights_gib: all weights.
         used_percent: the part of the memory for weights and caches.
-        share: the rows that a GPU keeps, a key of :data:`SHARES`.
+        share: the rows that a GPU keeps, a key of :data:`SHARES`. A GPU's rows in host memory are
+            its own: tensor parallel GPUs keep all rows once each there, too.
+        host_gib: host memory for the latent rows of all GPUs; 0 to keep them on the GPUs.
+        rows_per_seat: with host memory, latent rows of a request and layer on a GPU.
+
+    Raises:
+        ValueError: host memory for a model that does not select rows of single tokens.
 
     >>> of = {"cache_format": "fp8_ds_mla", "index_format": "index_fp8", "context": 131072}
     >>> found = capacity("DeepSeek-V3.2", **of, gpus=8, memory_gib=140, weights_gib=640)
     >>> found.bytes_per_token, found.requests, found.tokens
     (48068.0, 7, 1027546)
+    >>> of |= {"share": "context", "host_gib": 1000}
+    >>> found = capacity("DeepSeek-V3.2", **of, gpus=8, memory_gib=140, weights_gib=640)
+    >>> found.bytes_per_token, found.host_bytes_per_token, found.requests
+    (8052.0, 40016, 165)
     """
     rows = MODELS[model].rows
     sizes = {
         "cache": get_format(cache_format).bytes_per_token,
         "index": get_format(index_format).bytes_per_token,
     }
+    hosted = [each for each in rows if each.on_host] if host_gib else []
+    if host_gib and not hosted:
+        raise ValueError(f"host_gib must be 0 for {model}, which selects no rows of single tokens")
+    host_per_token = sum(each.bytes_per_row(sizes) for each in hosted)
     free = max(math.floor((memory_gib * used_percent / 100 - weights_gib / gpus) * GIB), 0)
-    per_token = sum(each.bytes_per_row(sizes) / each.ratio for each in rows if each.ratio)
+    grown = [each for each in rows if each.ratio and each not in hosted]
+    per_token = sum(each.bytes_per_row(sizes) / each.ratio for each in grown)
     per_request = sum(each.bytes_per_row(sizes) * each.kept for each in rows if not each.ratio)
+    hot = (
+        sum(each.layers for each in hosted) * rows_per_seat * get_format(cache_format).page_bytes(1)
+    )
+    if hosted:  # a key, a row and an order of each hot row, for each selection
+        hot += 12 * rows_per_seat * sum(each.layers for each in grown)
     step = sum(each.bytes_per_row(sizes) * each.rows_read(context) for each in rows)
-    pool = free * (gpus if share == "context" else 1)
-    requests = math.floor(pool / (context * per_token + per_request))
+    sharing = gpus if share == "context" else 1
+    pool = free * sharing
+    # Any selection may lie on one GPU, so that each keeps all hot rows of its requests.
+    fixed = per_request + hot * sharing
+    requests = math.floor(pool / (context * per_token + fixed))
+    tokens = math.floor((pool - fixed) / per_token)
+    if hosted:
+        host = math.floor(host_gib * GIB) / (gpus // sharing)  # of GPUs that share rows
+        requests = min(requests, math.floor(host / (context * host_per_token)))
+        tokens = min(tokens, math.floor(host / host_per_token))
     return Capacity(
         free_bytes=free,
         bytes_per_token=per_token,
         bytes_per_request=per_request,
-        tokens=max(math.floor((pool - per_request) / per_token), 0),
+        hot_bytes=hot,
+        host_bytes_per_token=host_per_token,
+        tokens=max(tokens, 0),
         requests=requests * (gpus if share == "data" else 1),
         step_bytes=step,
-        gpu_step_bytes=requests * step / (gpus if share == "context" else 1),
+        gpu_step_bytes=requests * step / sharing,
     )
 
 
@@ -217,6 +258,7 @@ def tables() -> dict[str, Any]:
     formats = {fmt.name: fmt for model in MODELS.values() for fmt in (*model.cache, *model.index)}
     return {
         "formats": {name: fmt.bytes_per_token for name, fmt in formats.items()},
+        "hot_row_bytes": {name: fmt.page_bytes(1) for name, fmt in formats.items()},
         "gpus": GPUS,
         "shares": SHARES,
         "models": {
@@ -225,7 +267,7 @@ def tables() -> dict[str, Any]:
                 "context": model.context,
                 "cache": [fmt.name for fmt in model.cache],
                 "index": [fmt.name for fmt in model.index],
-                "rows": [vars(each) for each in model.rows],
+                "rows": [vars(each) | {"on_host": each.on_host} for each in model.rows],
             }
             for name, model in MODELS.items()
         },

@@ -153,6 +153,17 @@ TYPICAL = {
         {"topk": 2048, "num_tokens": 16, "num_positions": 4096, "shard": ContextShard(0, 4, 64)},
         DTYPE | TOKENS | TOPK,
     ),
+    "resolve_rows": Typical(
+        cases.resolve_rows_case,
+        {"topk": 2048, "spare": 2048, "contexts": [9000] * 4, "query_lens": [1] * 4},
+        DTYPE | TOPK,
+    ),
+    "fetch_rows": Typical(
+        cases.fetch_rows_case,
+        {"format": FP8_DS_MLA, "topk": 2048, "num_tokens": 4},
+        FORMAT | DTYPE | TOKENS | TOPK,
+    ),
+    "forget_seats": Typical(cases.forget_seats_case, {}, DTYPE),
     "indexer_scores": Typical(
         cases.indexer_scores_case,
         {"num_tokens": 64, "num_keys": 512, "num_heads": 64},

@@ -23,6 +23,7 @@ from sparsemla.ops.quant import (
     fused_rope_rmsnorm_quant,
     prepare_index_queries,
 )
+from sparsemla.ops.residency import fetch_rows, forget_seats, resolve_rows
 from sparsemla.ops.sparse_attention import sparse_attention, sparse_attention_backward
 from sparsemla.ops.topk import merge_topk, select_topk
 
@@ -35,6 +36,8 @@ __all__ = [
     "dense_index_loss",
     "dense_prefill",
     "entry_slots",
+    "fetch_rows",
+    "forget_seats",
     "fused_indexer_rope_quant",
     "fused_rope_rmsnorm_quant",
     "gather_dequant",
@@ -50,6 +53,7 @@ __all__ = [
     "prepare_index_queries",
     "project_groups",
     "project_heads",
+    "resolve_rows",
     "select_rows",
     "select_topk",
     "selected_scores",

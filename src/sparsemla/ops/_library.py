@@ -23,6 +23,7 @@ from sparsemla.kernels.attention.arguments import Splits
 from sparsemla.kernels.common.table import C, Op
 from sparsemla.kernels.repeat import recording
 from sparsemla.pooling import Pooling, WindowState
+from sparsemla.residency import RowTable
 from sparsemla.shards import ContextShard
 from sparsemla.weights import HeadWeight
 
@@ -72,6 +73,22 @@ def _join_splits(num_splits: int | None, head_tile: int | None) -> Splits | None
     return None if num_splits is None or head_tile is None else Splits(num_splits, head_tile)
 
 
+def _split_shard(
+    shard: ContextShard | None,
+) -> tuple[int | None, int | None, int | None, int | None]:
+    if shard is None:
+        return None, None, None, None
+    return shard.rank, shard.num_ranks, shard.interleave, shard.parts
+
+
+def _join_shard(
+    rank: int | None, num_ranks: int | None, interleave: int | None, parts: int | None
+) -> ContextShard | None:
+    if rank is None or num_ranks is None or interleave is None:
+        return None
+    return ContextShard.unchecked(rank, num_ranks, interleave, parts)
+
+
 _RECORDS: dict[object, _Record] = {
     Splits | None: _Record(
         {"num_splits": int | None, "head_tile": int | None}, _split_splits, _join_splits
@@ -92,8 +109,23 @@ _RECORDS: dict[object, _Record] = {
     ),
     ContextShard: _Record(
         {"rank": int, "num_ranks": int, "interleave": int, "parts": int | None},
-        lambda shard: (shard.rank, shard.num_ranks, shard.interleave, shard.parts),
+        _split_shard,
         ContextShard.unchecked,
+    ),
+    ContextShard | None: _Record(
+        {
+            "rank": int | None,
+            "num_ranks": int | None,
+            "interleave": int | None,
+            "parts": int | None,
+        },
+        _split_shard,
+        _join_shard,
+    ),
+    RowTable: _Record(
+        {"keys": Tensor, "rows": Tensor, "order": Tensor},
+        lambda table: (table.keys, table.rows, table.order),
+        RowTable.unchecked,
     ),
     WindowState: _Record({"rows": Tensor}, lambda state: (state.rows,), WindowState.unchecked),
     HeadWeight: _Record(

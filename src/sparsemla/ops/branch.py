@@ -211,7 +211,7 @@ def decode_branch(
         check.absent("extra_topk_indices", extra_topk_indices, "without extra_cache")
         check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
     else:
-        check.stream("extra_cache", check.cache("extra_cache", extra_cache), cache)
+        check.stream("extra_cache", check.attended("extra_cache", extra_cache), cache)
         extra_topk_indices = check.tensor(
             "extra_topk_indices", extra_topk_indices, "T K2", INTEGERS
         )
@@ -462,7 +462,7 @@ def _check(
     ):
         if tensor is not None:
             check.gradient(f"layer.{name}", tensor)
-    check.cache("cache", cache)
+    check.attended("cache", cache)
     check.head_dim("kv", cache)
     check.scale_mode(scale_mode, cache.format)
     if cache.format.value_dim != layer.kv_lora_rank:

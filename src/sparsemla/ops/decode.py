@@ -158,7 +158,7 @@ def sparse_decode(
     """
     check = Checker("sparse_decode", instead="sparse_attention")
     check.queries(q, q_rope, "B S H")
-    check.cache("cache", cache)
+    check.attended("cache", cache)
     check.query_dims(q, q_rope, "B S H", cache)
     topk_indices = check.tensor("topk_indices", topk_indices, "B S K", INTEGERS)
     topk_lengths = check.lengths("topk_lengths", topk_lengths)
@@ -168,7 +168,7 @@ def sparse_decode(
         check.absent("extra_topk_indices", extra_topk_indices, "without extra_cache")
         check.absent("extra_topk_lengths", extra_topk_lengths, "without extra_cache")
     else:
-        check.stream("extra_cache", check.cache("extra_cache", extra_cache), cache)
+        check.stream("extra_cache", check.attended("extra_cache", extra_cache), cache)
         extra_topk_indices = check.tensor(
             "extra_topk_indices", extra_topk_indices, "B S K2", INTEGERS
         )
@@ -259,7 +259,7 @@ def dense_decode(
     """
     check = Checker("dense_decode", instead="sparse_attention")
     check.tensor("q", q, "B S H D", FLOATS)
-    check.cache("cache", cache)
+    check.attended("cache", cache)
     check.head_dim("q", cache)
     page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
     seq_lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS)

@@ -185,7 +185,7 @@ def _cache(check: Checker, name: str, kv: Tensor | PagedCache, shape: str) -> Pa
         rows = check.tensor(name, kv, shape, torch.bfloat16)
         check.row_dims(name, rows)
         kv = PagedCache.from_rows(rows)
-    return check.cache(name, kv, may_be_empty=True)
+    return check.attended(name, kv, may_be_empty=True)
 
 
 def prefill_workspace_rows(

@@ -28,6 +28,7 @@ from sparsemla.reference.quant import (
     fused_rope_rmsnorm_quant,
     prepare_index_queries,
 )
+from sparsemla.reference.residency import fetch_rows, forget_seats, resolve_rows
 from sparsemla.reference.sparse_attention import sparse_attention, sparse_attention_backward
 from sparsemla.reference.topk import merge_topk, select_topk
 
@@ -40,6 +41,8 @@ __all__ = [
     "dense_index_loss",
     "dense_prefill",
     "entry_slots",
+    "fetch_rows",
+    "forget_seats",
     "fused_indexer_rope_quant",
     "fused_rope_rmsnorm_quant",
     "gather_dequant",
@@ -55,6 +58,7 @@ __all__ = [
     "prepare_index_queries",
     "project_groups",
     "project_heads",
+    "resolve_rows",
     "select_rows",
     "select_topk",
     "selected_scores",

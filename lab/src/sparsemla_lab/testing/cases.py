@@ -9,6 +9,7 @@ All numbers are drawn on the CPU, so a seed gives the same inputs on every devic
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from sparsemla.cache import PagedCache, slots_of
 from sparsemla.formats import BF16_576, INDEX_FP8, CacheFormat, ScaleMode, to_fp8
 from sparsemla.plan import Plan, plan_batch
 from sparsemla.pooling import Pooling, WindowState
+from sparsemla.residency import EMPTY, RowTable
 from sparsemla.rope import cos_sin_table, rope_frequencies
 from sparsemla.shards import ContextShard
 from sparsemla.weights import HeadWeight, MLALayer
@@ -692,6 +694,132 @@ def own_positions_case(
         indices = indices.long()
         indices[indices == 2**31 - 1] = 2**32 + 2
     return {"topk_indices": wrap(indices), "shard": shard}
+
+
+def resolve_rows_case(
+    draw: Draw,
+    *,
+    contexts: Sequence[int] = (50, 3, 200, 0, 31),
+    query_lens: Sequence[int] = (1, 2, 3, 1, 2),
+    topk: int = 20,
+    spare: int = 7,
+    held: float = 0.8,
+    page_size: int = 4,
+    shard: ContextShard | None = None,
+    dtype: torch.dtype = torch.int32,
+    strided: bool = False,
+) -> Arguments:
+    """Arguments of ``resolve_rows``: seats in the middle of their requests' lives.
+
+    Behind the requests come one of length 0 and one without a seat, a token each, and two tokens of
+    no request. A list of the first request does not ascend, and some positions have no page.
+
+    Args:
+        draw: the source of random tensors.
+        contexts: tokens of each request before this step.
+        query_lens: its tokens in this step.
+        topk: most entries of a list.
+        spare: rows of a seat beyond what a step may need.
+        held: how many of a seat's rows hold a position; some of these are dropped.
+        page_size: of the large cache.
+        shard: the rank's share.
+        dtype: of all integers but the table.
+        strided: whether tensors are slices of larger ones.
+    """
+    wrap = embed if strided else _as_it_is
+    share = ContextShard(0, 1) if shard is None else shard
+    batch, max_query_len = len(contexts), max(query_lens)
+    totals = [context + tokens for context, tokens in zip(contexts, query_lens, strict=True)]
+    longest = share.longest(max(totals))
+    width = -(-longest // page_size) + 1
+    pages = draw.permutation(batch * width).view(batch, width)
+    pages = torch.cat([pages, pages[:2]])
+    pages[[0, min(2, batch - 1)], :2] = -1
+    pages[:, -1] = GARBAGE_PAGE
+    per_seat, num_seats = max_query_len * topk + spare, batch + 2
+    keys = torch.full((num_seats, per_seat), EMPTY, dtype=torch.int32)
+    rows, order = (
+        torch.stack([draw.permutation(per_seat).cpu() for _ in range(num_seats)]).int()
+        for _ in range(2)
+    )
+    seats = draw.permutation(num_seats)[:batch].tolist()
+    for seat, total in zip(seats, totals, strict=True):
+        local = share.longest(total) + 1
+        chosen = draw.permutation(local)[: int(held * per_seat)].cpu().sort().values
+        keys[seat, : len(chosen)] = chosen.int()
+    lists: list[list[int]] = []
+    for context, tokens in zip(contexts, query_lens, strict=True):
+        for token in range(tokens):
+            visible = context + token + 1
+            count = int(min(topk, visible) * (1 - 0.3 * draw.uniform()))
+            positions = draw.permutation(visible)[:count].sort().values.tolist()
+            lists.append(positions + [-1] * (topk - count))
+    lists[0] = lists[0][::-1]  # does not ascend
+    lists += [[0] + [-1] * (topk - 1)] * 4
+    offsets = [0, *itertools.accumulate([*query_lens, 1, 1])]
+    return {
+        "topk_indices": wrap(draw.tensor(lists, dtype)),
+        "input_row_offsets": draw.tensor(offsets, dtype),
+        "seq_lens": draw.tensor([*totals, 0, 5], dtype),
+        "seats": draw.tensor([*seats, seats[0], -1], dtype),
+        "page_table": wrap(pages.to(dtype)),
+        "table": RowTable(*(wrap(part.to(draw.device)) for part in (keys, rows, order))),
+        "page_size": page_size,
+        "max_query_len": max_query_len,
+        "shard": shard,
+        "stats": draw.tensor([5, 6], torch.int64),
+    }
+
+
+def fetch_rows_case(
+    draw: Draw,
+    format: CacheFormat,
+    *,
+    num_tokens: int = 5,
+    topk: int = 9,
+    page_size: int = 64,
+    num_layers: int | None = None,
+    dtype: torch.dtype = torch.int32,
+    strided: bool = False,
+) -> Arguments:
+    """Arguments of ``fetch_rows``; some slots, rows and counts are out of range.
+
+    Args:
+        draw: the source of random tensors.
+        format: of both caches.
+        num_tokens: lists.
+        topk: most rows of a list.
+        page_size: of the source.
+        num_layers: layers of the source's pages; one of them is read.
+        dtype: of the integers.
+        strided: whether lists are slices of larger tensors.
+    """
+    wrap = embed if strided else _as_it_is
+    source = written_cache(draw, format, -(-300 // page_size), page_size, num_layers)
+    num_rows = num_tokens * topk + 3
+    target = written_cache(draw, format, num_rows, 1)
+    slots = draw.integers(0, source.num_slots, num_tokens, topk).cpu()
+    rows = draw.permutation(num_rows)[: num_tokens * topk].cpu().view(num_tokens, topk)
+    counts = [int(draw.uniform() * (topk + 1)) for _ in range(num_tokens)]
+    if num_tokens and topk:
+        slots.view(-1)[::7] = draw.tensor(draw.shuffled(invalid_ids(source.num_slots))).cpu()[0]
+        rows.view(-1)[::11] = invalid_ids(num_rows)[-1]
+        counts[-1], counts[0] = topk + 3, topk
+    return {
+        "source": source,
+        "target": target,
+        "miss_slots": wrap(slots.to(dtype).to(draw.device)),
+        "miss_rows": wrap(rows.to(dtype).to(draw.device)),
+        "miss_counts": draw.tensor(counts, dtype),
+    }
+
+
+def forget_seats_case(
+    draw: Draw, *, rows_per_seat: int = 50, dtype: torch.dtype = torch.int32
+) -> Arguments:
+    """Arguments of ``forget_seats``; some seats are out of range."""
+    table = resolve_rows_case(draw, spare=rows_per_seat)["table"]
+    return {"table": table, "seats": draw.tensor([3, -1, 0, 7, 2**31 - 1], dtype)}
 
 
 def shared_prefill_case(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,11 @@ from torch import Tensor
 from sparsemla import (
     INDEX_FP8,
     HeadWeight,
+    HostCache,
+    HostContext,
+    HotRows,
     PagedCache,
+    Plan,
     Pooling,
     WindowState,
     decode_workspace_size,
@@ -21,6 +25,7 @@ from sparsemla import (
     fused_rope_rmsnorm_quant,
     gather_dequant,
     indexer_topk,
+    plan_batch,
     pool_windows,
     prefill_workspace_rows,
     prepare_index_queries,
@@ -262,6 +267,117 @@ class Engine:
             workspace=self.workspace,
         )
         return out.squeeze(1)
+
+
+class HostEngine(Engine):
+    """An engine with latent rows in host memory, and two layers that share selections.
+
+    Args:
+        serving: the configuration, with rows_per_seat and a number of pages.
+        device: where the tensors lie.
+    """
+
+    def __init__(self, serving: Serving, device: torch.device) -> None:
+        super().__init__(replace(serving, num_pages=1), device, device)
+        if serving.rows_per_seat is None:
+            raise ValueError("serving must have rows_per_seat, got None")
+        self.host = HostCache.allocate(
+            self.format, serving.num_pages or 1, 64, num_layers=2, device=device
+        )
+        self.hot = HotRows(
+            self.host,
+            seats=serving.max_requests,
+            rows_per_seat=serving.rows_per_seat,
+            topk=serving.topk,
+            query_len=serving.max_query_len,
+            leaders=(0, 0),
+        )
+        max_rows = serving.context_rows or serving.max_seq_len
+        self.context = HostContext(self.host, max_rows=max_rows)
+        self.seats = self._ints(serving.max_requests)
+
+    def run(self, step: Step) -> Tensor:
+        """Attention of a batch, ``[T, H, V]``: decodes over hot rows, prefills over contexts."""
+        serving = self.serving
+        plan = plan_batch(
+            step.query_lens,
+            step.seq_lens,
+            self.page_table[: len(step.query_lens)],
+            page_size=64,
+            num_padded_tokens=sum(step.query_lens) + step.padding,
+            workspace_rows=self.context.max_rows,
+            decode_threshold=serving.max_query_len,
+            require_uniform=False,
+        )
+        out = torch.empty(
+            plan.num_tokens,
+            serving.num_heads,
+            self.format.value_dim,
+            dtype=torch.bfloat16,
+            device=self.device,
+        )
+        num = plan.num_decode_tokens
+        prefills = plan.prefills
+        few = plan.num_prefills > 0 and self.context.selects(prefills, serving.topk)
+        if plan.num_prefills and not few:
+            self.context.start(prefills)
+        self.hot.forget([0])
+        for layer in range(2):
+            chosen = self.topk_indices[: plan.num_tokens]
+            if num:
+                seats = self.seats[: plan.num_decodes]
+                found = self.hot.resolve(layer, chosen[:num], plan.decodes, seats)
+                q_rope = self._rope(slice(num))
+                attended, _ = sparse_decode(
+                    self.q[:num, None],
+                    self.hot.layer(layer),
+                    found.rows[:, None],
+                    q_rope=None if q_rope is None else q_rope[:, None],
+                    softmax_scale=0.1,
+                    topk_lengths=found.counts,
+                    workspace=self.workspace,
+                )
+                out[:num] = attended[:, 0]
+            if plan.num_prefills:
+                attend = self._attend_to_few if few else self._attend_to_contexts
+                attend(layer, prefills, slice(num, plan.num_tokens), out)
+        return out
+
+    def _attend_to_few(self, layer: int, plan: Plan, tokens: slice, out: Tensor) -> None:
+        chosen = self.topk_indices[tokens]
+        for piece, rows, indices in self.context.selected(layer, chosen, plan):
+            of_piece = slice(tokens.start + piece.start, tokens.start + piece.stop)
+            counts = (chosen[piece] >= 0).sum(1).int()
+            out[of_piece], _ = sparse_prefill(
+                self.q[of_piece],
+                rows,
+                indices,
+                q_rope=self._rope(of_piece),
+                softmax_scale=0.1,
+                topk_lengths=counts,
+            )
+
+    def _attend_to_contexts(self, layer: int, plan: Plan, tokens: slice, out: Tensor) -> None:
+        slots = to_slots(
+            self.topk_indices[tokens],
+            plan.page_table,
+            plan.request_ids,
+            page_size=64,
+            workspace_starts=plan.workspace_starts,
+            prefill_request_ids=plan.prefill_request_ids,
+        )
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=self.device)
+        for number, chunk in enumerate(plan.prefill_chunks):
+            of_chunk = slice(tokens.start + chunk.tokens.start, tokens.start + chunk.tokens.stop)
+            sparse_prefill(
+                self.q[of_chunk],
+                self.context.rows(layer, number),
+                slots[chunk.tokens],
+                q_rope=self._rope(of_chunk),
+                softmax_scale=0.1,
+                out=out[of_chunk],
+                lse=lse[of_chunk],
+            )
 
 
 class CompressedEngine:

@@ -821,6 +821,74 @@ def _own_positions() -> list[Case]:
     ]
 
 
+def _resolve_rows() -> list[Case]:
+    make = cases.resolve_rows_case
+    options: dict[str, dict[str, Any]] = {
+        "several tokens": {},
+        "a token each": {"query_lens": (1, 1, 1, 1, 1)},
+        "empty seats": {"held": 0.0},
+        "full seats": {"held": 1.0, "contexts": (900, 700, 1000, 5, 800)},
+        "no spare rows": {"spare": 0, "contexts": (900, 700, 1000, 5, 800), "held": 1.0},
+        "int64, strided": {"dtype": torch.int64, "strided": True},
+        "a rank of 3": {"shard": ContextShard(1, 3, 2)},
+        "a rank of 2 with 3 of 6 parts": {"shard": ContextShard(1, 2, parts=6)},
+        "8 parts on one rank": {"shard": ContextShard(0, 1, 4, parts=8)},
+        "one entry": {"topk": 1, "spare": 0},
+        "pages of one row": {"page_size": 1},
+    }
+    large = {"topk": 2048, "contexts": [30000] * 24, "page_size": 64}
+    return [
+        *(
+            Case(name, build(make, **some), quick=name in ("several tokens", "a rank of 3"))
+            for name, some in options.items()
+        ),
+        Case(
+            "more than a block",
+            build(make, topk=4200, spare=2000, contexts=(7000, 9000), query_lens=(1, 1)),
+        ),
+        Case("24 requests", build(make, query_lens=[1] * 24, spare=2048, **large), large=True),
+        Case(
+            "24 requests with drafts",
+            build(make, query_lens=[3] * 24, spare=9, **large),
+            large=True,
+        ),
+        Case(
+            "24 requests, a rank of 4",
+            build(
+                make,
+                query_lens=[2] * 24,
+                spare=9,
+                shard=ContextShard(2, 4, 64),
+                **(large | {"contexts": [120000] * 24}),
+            ),
+            large=True,
+        ),
+    ]
+
+
+def _fetch_rows() -> list[Case]:
+    make = cases.fetch_rows_case
+    return [
+        *(
+            Case(fmt.name, build(make, fmt), quick=fmt in (FP8_DS_MLA, FP8_584))
+            for fmt in (*LATENT_FORMATS, *INDEX_FORMATS, bf16_format(65))
+        ),
+        *(Case(f"pages of {size}", build(make, FP8_DS_MLA, page_size=size)) for size in PAGE_SIZES),
+        Case("one of several layers", build(make, FP8_DS_MLA, num_layers=3)),
+        Case("int64, strided", build(make, FP8_DS_MLA, dtype=torch.int64, strided=True)),
+        Case("300 tokens", build(make, FP8_528, num_tokens=300, topk=3)),
+        Case("4096 of 2048 rows", build(make, FP8_DS_MLA, num_tokens=2, topk=2048), large=True),
+    ]
+
+
+def _forget_seats() -> list[Case]:
+    make = cases.forget_seats_case
+    return [
+        Case("50 rows", build(make), quick=True),
+        Case("2000 rows, int64", build(make, rows_per_seat=2000, dtype=torch.int64)),
+    ]
+
+
 def _shared_prefill() -> list[Case]:
     """Cases of sparse prefill with lists for several tokens."""
     make = cases.shared_prefill_case
@@ -2467,6 +2535,9 @@ MATRIX: dict[str, tuple[Case, ...]] = {
     "visible_slots": tuple(_visible_slots()),
     "share_lists": tuple(_share_lists()),
     "own_positions": tuple(_own_positions()),
+    "resolve_rows": tuple(_resolve_rows()),
+    "fetch_rows": tuple(_fetch_rows()),
+    "forget_seats": tuple(_forget_seats()),
     "gather_dequant": tuple(_gather()),
     "indexer_scores": tuple(_indexer_scores()),
     "indexer_scores_paged": tuple(_indexer_scores_paged()),

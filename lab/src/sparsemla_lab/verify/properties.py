@@ -22,6 +22,7 @@ from sparsemla.kernels.common.table import Kernel, Op
 from sparsemla.kernels.repeat import unrepeated
 from sparsemla.plan import Plan, plan_batch
 from sparsemla.pooling import WindowState
+from sparsemla.residency import RowTable
 from sparsemla_lab.testing.cases import Arguments
 from sparsemla_lab.testing.compare import (
     FLOAT32_ULPS,
@@ -48,7 +49,7 @@ CACHE_WRITERS = (
     "prefill_branch",
 )
 
-OVERWRITING = (*CACHE_WRITERS, "gather_dequant")
+OVERWRITING = (*CACHE_WRITERS, "gather_dequant", "resolve_rows", "fetch_rows", "forget_seats")
 """Ops that overwrite arguments; each run gets copies of its arguments."""
 
 PER_REQUEST = {
@@ -122,6 +123,11 @@ def against_reference(
         if name in results:
             got, wanted = results[name], expected[name]
             measured.append(_measure(name, got, wanted, tolerance, sizes.get(index)))
+    measured += [
+        _measure(name, results[name], expected[name], None, None)
+        for name in results
+        if name.startswith(("table.", "target.", "stats"))
+    ]
     if op in CACHE_WRITERS:
         measured.append(_other_rows(_cache(op_arguments), _cache(arguments), _slots(arguments)))
     return measured, results
@@ -334,6 +340,13 @@ def _name(op: str, arguments: Arguments, results: tuple[Tensor, ...]) -> Results
                 named[f"cache.{field}"] = rows
     if isinstance(state := arguments.get("state"), WindowState):
         named["state"] = state.rows
+    if isinstance(table := arguments.get("table"), RowTable):
+        named |= {"table.keys": table.keys, "table.rows": table.rows, "table.order": table.order}
+    if isinstance(stats := arguments.get("stats"), Tensor):
+        named["stats"] = stats
+    if isinstance(target := arguments.get("target"), PagedCache):
+        for kind, rows in zip(("rows", "scales"), target.stored_bytes(), strict=False):
+            named[f"target.{kind}"] = rows
     return named
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.integers import next_power_of_2
+from sparsemla.kernels.common.search import smaller_entries
 from sparsemla.kernels.lists.arguments import OwnPositions, ShareLists
 
 BLOCK = 1024
@@ -37,21 +38,6 @@ def _length(topk_lengths, token, num_tokens, topk):
         if topk_lengths is not None:
             length = tl.minimum(tl.maximum(tl.load(topk_lengths + token), 0), topk).to(tl.int32)
     return length
-
-
-@triton.jit
-def _smaller(rows, length, row, LAST: tl.constexpr):
-    """The number of entries of an ascending list that are smaller than each ``row``."""
-    step = 1
-    while 2 * step <= length:
-        step *= 2
-    smaller = tl.zeros_like(row).to(tl.int32)
-    while step > 0:
-        place = smaller + step
-        found = tl.load(rows + place - 1, mask=place <= length, other=LAST)
-        smaller = tl.where(found < row, place, smaller)
-        step = step // 2
-    return smaller
 
 
 @triton.jit
@@ -86,7 +72,7 @@ def _merge(
         at = start + tl.arange(0, BLOCK)
         row = tl.load(union + at, mask=at < length, other=-1)
         member = tl.load(union_members + at, mask=at < length, other=0)
-        smaller = _smaller(rows, num_rows, row, LAST)
+        smaller = smaller_entries(rows, num_rows, row, LAST)
         same = tl.load(rows + smaller, mask=(at < length) & (smaller < num_rows), other=-1) == row
         same = (same & (at < length)).to(tl.int32)
         rank = at + smaller - (both + tl.cumsum(same) - same)
@@ -97,7 +83,7 @@ def _merge(
     for start in range(0, num_rows, BLOCK):
         at = start + tl.arange(0, BLOCK)
         row = tl.load(rows + at, mask=at < num_rows, other=-1)
-        smaller = _smaller(union, length, row, LAST)
+        smaller = smaller_entries(union, length, row, LAST)
         same = tl.load(union + smaller, mask=(at < num_rows) & (smaller < length), other=-1) == row
         same = (same & (at < num_rows)).to(tl.int32)
         rank = at + smaller - (both + tl.cumsum(same) - same)
