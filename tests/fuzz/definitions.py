@@ -444,6 +444,120 @@ def own_positions(topk_indices, rank, num_ranks, interleave, parts):
     )
 
 
+def kept_positions(length, rank, num_ranks, interleave):
+    """The positions below a length that a rank keeps, in order."""
+    return [p for p in range(length) if p // interleave % num_ranks == rank]
+
+
+def resolve_rows(
+    topk_indices,
+    input_row_offsets,
+    seq_lens,
+    seats,
+    page_table,
+    table,
+    page_size,
+    max_query_len,
+    shard,
+    stats,
+):
+    """Rows, counts, slots, rows and counts of misses, new ones; keys, rows and order; stats.
+
+    A seat is a list of pairs of a row and its position or None, least recently used first.
+    """
+    rank, num_ranks, interleave, parts = shard or (0, 1, 1, None)
+    own_parts = range(rank, parts or num_ranks, num_ranks)
+    indices, table_rows = ints(topk_indices).tolist(), ints(page_table).tolist()
+    keys, rows, order = (ints(part).tolist() for part in table)
+    size, hits, misses = len(keys[0]), *ints(stats).tolist()
+    results = [([[] for _ in own_parts], [], [], 0) for _ in indices]
+    offsets = [min(max(int(offset), 0), len(indices)) for offset in ints(input_row_offsets)]
+    for b, (seat, length) in enumerate(
+        zip(ints(seats).tolist(), ints(seq_lens).tolist(), strict=True)
+    ):
+        first, end = offsets[b], offsets[b + 1]
+        if not 0 <= seat < len(keys) or length <= 0 or first >= end:
+            continue
+        context = len(kept_positions(max(length - (end - first), 0), rank, num_ranks, interleave))
+        held = {row: key for row, key in zip(rows[seat], keys[seat], strict=True) if key < context}
+        used = [(row, held[row]) for row in order[seat] if row in held]
+        used = [(row, None) for row in order[seat] if row not in held] + used
+        empty = [row for row in rows[seat] if row not in held]
+        for token in range(first, min(end, first + max_query_len)):
+            listed = [p for p in indices[token] if 0 <= p < 2**31 - 1]
+            rest = indices[token][len(listed) :]
+            if listed != sorted({*listed}) or any(0 <= p < 2**31 - 1 for p in rest):
+                listed = []
+            whole = [p for p in listed if p // interleave % num_ranks == rank]
+            places = [
+                (p, p // (interleave * num_ranks) * interleave + p % interleave) for p in whole
+            ]
+            places = [(p, local) for p, local in places if local < len(table_rows[b]) * page_size]
+            locals_ = {local for _, local in places}
+            row_of = {key: row for row, key in used if key in locals_}
+            hits += len(row_of)
+            for _, local in places:
+                page = table_rows[b][local // page_size]
+                slot = page * page_size + local % page_size
+                if local in row_of or page < 0 or slot >= 2**31:
+                    continue
+                at = next(i for i, (_, key) in enumerate(used) if key not in locals_)
+                row, _ = used.pop(at)
+                used.insert(at, (row, local))
+                row_of[local] = row
+                results[token][1].append(slot)
+                results[token][2].append(seat * size + row)
+                results[token] = (*results[token][:3], results[token][3] + (local >= context))
+                misses += 1
+            last = [(row_of[local], local) for _, local in places if local in row_of]
+            used = [pair for pair in used if pair not in last] + last
+            for p, local in places:
+                part = own_parts.index(p // interleave % (parts or num_ranks))
+                row = seat * size + row_of[local] if local in row_of else NOWHERE
+                results[token][0][part].append(row)
+        pairs = sorted((key, row) for row, key in used if key is not None)
+        pairs += [(2**31 - 1, row) for row in empty if (row, None) in used]
+        keys[seat], rows[seat] = map(list, zip(*pairs, strict=True))
+        order[seat] = [row for row, _ in used]
+    width = topk_indices.shape[1]
+
+    def padded(lists):
+        wide = [each + [NOWHERE] * (width - len(each)) for each in lists]
+        return np.array(wide, np.int64).reshape(len(lists), width)
+
+    out = [padded(each[0]) for each in results]
+    counts = [[len(part) for part in each[0]] for each in results]
+    out = np.array(out, np.int64).reshape(len(results), len(own_parts), width)
+    counts = np.array(counts, np.int64).reshape(len(results), len(own_parts))
+    if parts is None:
+        out, counts = out[:, 0], counts[:, 0]
+    return (
+        *(
+            out,
+            counts,
+            padded([each[1] for each in results]),
+            padded([each[2] for each in results]),
+        ),
+        np.array([len(each[1]) for each in results], np.int64),
+        np.array([each[3] for each in results], np.int64),
+        *(keys, rows, order, [hits, misses]),
+    )
+
+
+def fetch_rows(source, target, miss_slots, miss_rows, miss_counts):
+    """The bytes of target's rows, and of their scales: by slots of source."""
+    slots, rows, counts = (ints(each).tolist() for each in (miss_slots, miss_rows, miss_counts))
+    wanted = []
+    for before, after in zip(source.stored_bytes(), target.stored_bytes(), strict=True):
+        before, after = before.flatten(0, 1).cpu().numpy(), after.flatten(0, 1).cpu().numpy().copy()
+        for of_slots, of_rows, count in zip(slots, rows, counts, strict=True):
+            for slot, row in list(zip(of_slots, of_rows, strict=True))[: max(count, 0)]:
+                if 0 <= row < len(after):
+                    after[row] = before[slot] if 0 <= slot < len(before) else 0
+        wanted.append(after)
+    return wanted
+
+
 def share_lists(topk_indices, list_tokens, topk_lengths):
     """Lists, lengths and masks of groups of tokens."""
     lists = own_lists(topk_indices, topk_lengths, None, len(topk_indices), 1)

@@ -25,6 +25,7 @@ from sparsemla import (
     HeadWeight,
     MLALayer,
     PagedCache,
+    RowTable,
     bf16_format,
     e4m3_format,
     get_format,
@@ -446,6 +447,102 @@ def own_positions(draw, shape):
             interleave,
             None if parts is None else parts * num_ranks,
         ),
+    }
+
+
+RESOLVE_ROWS = cases(
+    batch=st.integers(0, 3),
+    topk=st.sampled_from([1, 2, 5, 17, 40]),
+    query_len=st.integers(1, 3),
+    spare=st.integers(0, 20),
+    page_size=st.sampled_from([1, 3, 64]),
+    num_ranks=st.integers(1, 3),
+    interleave=st.sampled_from([1, 2, 64]),
+    parts=st.none() | st.integers(1, 3),
+    index_dtype=INT_DTYPES,
+    strided=FLAGS,
+)
+
+
+def resolve_rows(draw, shape):
+    dtype, topk, num_ranks = shape["index_dtype"], shape["topk"], shape["num_ranks"]
+    width, page_size, batch = draw.number(1, 4), shape["page_size"], shape["batch"]
+    capacity = width * page_size
+    per_seat, num_seats = shape["query_len"] * topk + shape["spare"], batch + draw.number(1, 2)
+    everything = capacity * num_ranks + draw.number(0, 5)
+    keys, rows, order = [], [], []
+    for _ in range(num_seats):
+        held = sorted(draw.shuffled(range(capacity))[: draw.number(0, per_seat)])
+        keys.append(held + [2**31 - 1] * (per_seat - len(held)))
+        rows.append(draw.shuffled(range(per_seat)))
+        order.append(draw.shuffled(range(per_seat)))
+    queries = [draw.number(0, shape["query_len"] + 1) for _ in range(batch)]
+    offsets = [sum(queries[:b]) for b in range(batch + 1)]
+    lists, nowhere = [], [each for each in outside(2**31 - 6, dtype) if each != 2**31 - 6]
+    for _ in range(offsets[-1] + draw.number(0, 2)):
+        ids = draw.shuffled(range(min(everything, 4 * topk)))[: draw.number(0, topk)]
+        if draw.chance(0.5):
+            ids = draw.shuffled(range(everything))[: draw.number(0, topk)]
+        ids = sorted(ids)
+        if draw.chance(0.1):
+            ids = ids[::-1] if draw.chance(0.5) else ids[:1] * 2 + ids[2:]
+        tail = [draw.choice(nowhere) if draw.chance(0.1) else -1]
+        lists.append((ids + tail * topk)[:topk])
+    pages = [[draw.number(0, 40) for _ in range(width)] for _ in range(batch)]
+    for each in pages:
+        if draw.chance(0.3):
+            each[draw.number(0, width - 1)] = draw.choice([-1, -(2**31), 2**31 - 1])
+    seats = draw.shuffled(range(num_seats))[:batch]
+    lengths = [draw.number(0, everything) for _ in range(batch)]
+    for b in range(batch):
+        if draw.chance(0.1):
+            seats[b] = draw.choice([-1, num_seats, 2**31 - 1, -(2**31)])
+    rank, parts = draw.number(0, num_ranks - 1), shape["parts"]
+    shard = ContextShard(
+        rank, num_ranks, shape["interleave"], None if parts is None else parts * num_ranks
+    )
+    return {
+        "topk_indices": draw.integers(lists, dtype, (len(lists), topk)),
+        "input_row_offsets": draw.integers(offsets, dtype),
+        "seq_lens": draw.integers(lengths, dtype),
+        "seats": draw.integers(seats, dtype),
+        "page_table": draw.integers(pages, dtype, (batch, width)),
+        "table": RowTable(*(draw.integers(part) for part in (keys, rows, order))),
+        "page_size": page_size,
+        "max_query_len": shape["query_len"],
+        "shard": None if num_ranks == 1 and parts is None else shard,
+        "stats": draw.integers([7, 2**40], torch.int64),
+    }
+
+
+FETCH_ROWS = cases(
+    **CACHES,
+    num_tokens=st.integers(0, 4),
+    topk=st.sampled_from([0, 1, 7, 20]),
+    index_dtype=INT_DTYPES,
+    strided=FLAGS,
+)
+
+
+def fetch_rows(draw, shape):
+    tokens, topk, dtype = shape["num_tokens"], shape["topk"], shape["index_dtype"]
+    source, _ = paged(draw, [draw.number(1, 60), 9], **shape)
+    fmt, num_rows = source.format, tokens * topk + draw.number(1, 4)
+    target = PagedCache.allocate(fmt, num_rows, 1, device=draw.device)
+    for part in target.stored_bytes():
+        part.copy_(draw.below(256, *part.shape).to(torch.uint8))
+    beyond, missing = outside(source.num_slots, dtype), outside(num_rows, dtype)
+    slots = [draw.number(0, source.num_slots - 1) for _ in range(tokens * topk)]
+    rows = draw.shuffled(range(num_rows))[: tokens * topk]
+    slots = [draw.choice(beyond) if draw.chance(0.1) else each for each in slots]
+    rows = [draw.choice(missing) if draw.chance(0.1) else each for each in rows]
+    counts = [draw.number(-1, topk + 1) for _ in range(tokens)]
+    return {
+        "source": source,
+        "target": target,
+        "miss_slots": draw.integers(slots, dtype, (tokens, topk)),
+        "miss_rows": draw.integers(rows, dtype, (tokens, topk)),
+        "miss_counts": draw.integers(counts, dtype),
     }
 
 

@@ -369,6 +369,36 @@ def test_own_positions(backend, shape):
         check_equal(name, result, expected)
 
 
+@fuzz(strategies.RESOLVE_ROWS, times=3)
+def test_resolve_rows(backend, shape):
+    arguments = strategies.resolve_rows(draw_of(backend, shape), shape)
+    table, shard = arguments["table"], arguments["shard"]
+    wanted = definitions.resolve_rows(
+        **arguments
+        | {
+            "table": [part.clone() for part in vars(table).values()],
+            "shard": None if shard is None else (*vars(shard).values(),),
+        }
+    )
+    with poisoned_empty():
+        results = sparsemla.resolve_rows(**arguments)
+    results = (*results, *vars(table).values(), arguments["stats"])
+    names = (*sparsemla.Resolved._fields, *vars(table), "stats")
+    for name, result, expected in zip(names, results, wanted, strict=True):
+        check_equal(name, result, expected)
+
+
+@fuzz(strategies.FETCH_ROWS, times=3)
+def test_fetch_rows(backend, shape):
+    arguments = strategies.fetch_rows(draw_of(backend, shape), shape)
+    wanted, target = definitions.fetch_rows(**arguments), arguments["target"]
+    around = outside_of(target.data)
+    sparsemla.fetch_rows(**arguments)
+    for got, expected in zip(target.stored_bytes(), wanted, strict=True):
+        check_equal("rows", got.flatten(0, 1).int(), expected)
+    assert torch.equal(outside_of(target.data), around)
+
+
 @fuzz(strategies.DENSE_PREFILL, times=3)
 def test_dense_prefill(backend, shape):
     arguments = strategies.dense_prefill(draw_of(backend, shape), shape)

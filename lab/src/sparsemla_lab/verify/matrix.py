@@ -844,7 +844,7 @@ def _resolve_rows() -> list[Case]:
         ),
         Case(
             "more than a block",
-            build(make, topk=4200, spare=2000, contexts=(7000, 9000), query_lens=(1, 1)),
+            build(make, topk=6000, spare=2000, contexts=(7000, 9000), query_lens=(1, 1)),
         ),
         Case("24 requests", build(make, query_lens=[1] * 24, spare=2048, **large), large=True),
         Case(
