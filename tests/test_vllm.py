@@ -58,6 +58,7 @@ with warnings.catch_warnings():
         get_dcp_group,
         init_distributed_environment,
         initialize_model_parallel,
+        model_parallel_is_initialized,
         parallel_state,
     )
     from vllm.distributed.device_communicators import pynccl
@@ -108,6 +109,8 @@ with warnings.catch_warnings():
         deepseek_v4,
         divided,
         exchange,
+        host,
+        host_attention,
         indexer,
         nvidia,
         register,
@@ -194,6 +197,8 @@ def model_config(tmp_path_factory):
 def one_rank(tmp_path_factory):
     init_workspace_manager(torch.device("cpu"))
     meeting = tmp_path_factory.mktemp("ranks") / "meeting"
+    if model_parallel_is_initialized():  # by the tests of another file
+        return
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
         init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
         initialize_model_parallel(1, 1)
@@ -322,7 +327,7 @@ OVERRIDDEN = {
     "SparseMLAIndexer.forward": (indexer.SparseMLAIndexer.forward, Indexer.forward),
     "sparse_attn_indexer": (nvidia.sparse_attn_indexer, sparse_attn_indexer.sparse_attn_indexer),
 }
-for module in (attention, indexer, nvidia, warmup):
+for module in (attention, host, host_attention, indexer, nvidia, warmup):
     OVERRIDDEN |= surface.overridden(module)
 ROWS = {(name, row.path): row for name, rows in surface.SURFACE.items() for row in rows}
 
@@ -339,7 +344,18 @@ def test_what_is_touched_fits_vllm(key):
 
 
 @pytest.mark.parametrize(
-    "name", ["__init__", "attention", "indexer", "exchange", "nvidia", "settings", "warmup"]
+    "name",
+    [
+        "__init__",
+        "attention",
+        "host",
+        "host_attention",
+        "indexer",
+        "exchange",
+        "nvidia",
+        "settings",
+        "warmup",
+    ],
 )
 def test_every_import_from_vllm_has_a_row(name):
     tree = ast.parse((Path(plugins.__file__).parent / f"{name}.py").read_text())
@@ -422,6 +438,9 @@ def test_nothing_abstract_is_left():
         attention.SparseMLABackend,
         attention.SparseMLAMetadataBuilder,
         attention.SparseMLAImpl,
+        host.HostRowsConnector,
+        host_attention.HostRowsImpl,
+        host_attention.HostRowsMetadataBuilder,
         indexer.IndexerMetadataBuilder,
         warmup.Kernels,
     ):
@@ -2294,6 +2313,7 @@ def build_model(model_config, plain_vllm, monkeypatch):
         index_heads=CONFIG["index_n_heads"],
         model_config=model_config,
         speculative=None,
+        **changes,
     ):
         monkeypatch.setattr(model_config.hf_config, "index_n_heads", index_heads)
         monkeypatch.setattr(plugins, "_nvidia_class_runs", lambda: nvidia_class_runs)
@@ -2306,8 +2326,10 @@ def build_model(model_config, plain_vllm, monkeypatch):
             dtype,
             attention_config=AttentionConfig(backend="CUSTOM"),
             compilation_config=CompilationConfig(custom_ops=["none"]),
+            **changes,
         )
-        monkeypatch.setattr(config, "speculative_config", speculative)
+        if speculative is not None:
+            monkeypatch.setattr(config, "speculative_config", speculative)
         (architecture,) = model_config.architectures
         model_class = ModelRegistry.models[architecture].load_model_cls()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):

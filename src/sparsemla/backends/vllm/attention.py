@@ -18,6 +18,7 @@ kernel of prefills, which never splits keys, over the cache in place.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,6 +53,7 @@ from sparsemla import (
     FP8_DS_MLA,
     CacheFormat,
     PagedCache,
+    Serving,
     decode_workspace_size,
     gather_dequant,
     prefill_workspace_rows,
@@ -62,7 +64,7 @@ from sparsemla import (
 )
 from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
 from sparsemla.backends.vllm.settings import NO_FNUZ, adapted
-from sparsemla.backends.vllm.warmup import LOGGER, register_attention
+from sparsemla.backends.vllm.warmup import LOGGER, Key, register_attention
 from sparsemla.kernels.attention.schedule import FEW_HEADS
 from sparsemla.kernels.common.device import describe
 
@@ -485,6 +487,10 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             return kv_cache
         return self.index_group.physical_kv_cache(self.index_group_index)
 
+    def warm_up_more(self, serving: Serving) -> Iterable[Key]:
+        """What else the layer may ask of the GPU: nothing."""
+        return ()
+
     def _converted(self, num_rows: int) -> Tensor:
         """bfloat16 rows in the workspace shared by all layers."""
         spec = ((num_rows, self.format.head_dim), torch.bfloat16)
@@ -524,7 +530,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         fits = all(each.num_rows <= self.conversion_rows for each in conversions)
         # vLLM may run prefills as dense attention elsewhere; q then has the tokens of decodes only.
         if not conversions or not fits or num_tokens <= conversions[0].tokens.start:
-            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            return self.attend_in_place(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         q, q_rope = q if isinstance(q, tuple) else (q, None)
         out = q.new_empty(*q.shape[:2], self.format.value_dim)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -533,7 +539,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         decodes = slice(conversions[0].tokens.start)
         if decodes.stop:
             some = q[decodes] if q_rope is None else (q[decodes], q_rope[decodes])
-            out[decodes], lse[decodes] = super().forward_mqa(
+            out[decodes], lse[decodes] = self.attend_in_place(
                 some, kv_c_and_k_pe_cache, attn_metadata, layer
             )
         cache = PagedCache(kv_c_and_k_pe_cache, self.format)
@@ -565,6 +571,17 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             )
         return out, lse
 
+    def attend_in_place(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_cache: Tensor,
+        metadata: SparseMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of the first tokens of a batch, or of all, without a conversion."""
+        found: tuple[Tensor, Tensor] = super().forward_mqa(q, kv_cache, metadata, layer)
+        return found
+
     def _forward_mqa_kernel(
         self,
         q: Tensor | tuple[Tensor, Tensor],
@@ -592,9 +609,21 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         Returns:
             ``[T, H, 512]`` bfloat16 and lse ``[T, H]`` float32.
         """
-        q, q_rope = q if isinstance(q, tuple) else (q, None)
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         cache = PagedCache(rows.unsqueeze(1), self.format)
+        return self.attend(q, cache, topk_indices, valid_counts, is_decode=is_decode)
+
+    def attend(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        cache: PagedCache,
+        topk_indices: Tensor,
+        counts: Tensor,
+        *,
+        is_decode: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over rows of the GPU; see :meth:`_forward_mqa_kernel`."""
+        q, q_rope = q if isinstance(q, tuple) else (q, None)
         if self.batch_invariant or not is_decode:
             return sparse_prefill(
                 q,
@@ -602,7 +631,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 topk_indices,
                 q_rope=q_rope,
                 softmax_scale=self.scale,
-                topk_lengths=valid_counts,
+                topk_lengths=counts,
             )
         # Each token of a speculative decode selects its own keys: pass it as a separate request.
         out, lse = sparse_decode(
@@ -611,7 +640,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             topk_indices.unsqueeze(1),
             q_rope=None if q_rope is None else q_rope.unsqueeze(1),
             softmax_scale=self.scale,
-            topk_lengths=valid_counts,
+            topk_lengths=counts,
             workspace=self._workspace(),
         )
         return out.squeeze(1), lse.squeeze(1)

@@ -24,6 +24,7 @@ from vllm.v1.worker.block_table import get_block_table_width
 from sparsemla import Serving, warm_up
 from sparsemla.backends.vllm.compressed import CompressedLayer, Pages
 from sparsemla.backends.vllm.divided import Division
+from sparsemla.backends.vllm.hosted import HostedLayer
 from sparsemla.backends.vllm.sharded import ShardedIndex
 from sparsemla.warmup import Sweep
 
@@ -31,7 +32,7 @@ LOGGER = init_logger("vllm.sparsemla")  # vLLM configures the loggers below its 
 PAGE_SIZE = 64
 
 
-Key: TypeAlias = Serving | CompressedLayer | ShardedIndex
+Key: TypeAlias = Serving | CompressedLayer | HostedLayer | ShardedIndex
 """What the layers of one kind may ask of the GPU."""
 
 
@@ -89,12 +90,12 @@ def register_layers(cls: type) -> None:
         JitWarmupRegistry.register(KERNELS, config, compressed_layers, (cls,))
 
 
-def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
+def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving | HostedLayer]:
     """The configuration of each attention layer."""
     for layer in config.compilation_config.static_forward_context.values():
         if type(getattr(layer, "impl", None)) is impl:
             cache = layer.impl.rows_on_gpu(layer.kv_cache)
-            yield Serving(
+            serving = Serving(
                 layer.impl.format,
                 num_heads=layer.impl.num_heads * layer.impl.dcp_world_size,
                 # vLLM joins the parts of queries before it gathers them from the ranks.
@@ -107,6 +108,8 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
                 page_stride=cache.stride(0),
                 **_limits(config),
             )
+            yield serving
+            yield from layer.impl.warm_up_more(serving)
 
 
 def index_layers(
