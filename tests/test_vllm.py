@@ -2210,7 +2210,7 @@ for name, mode in MODES.items():
                 refused = AttentionBackendEnum[mode.backend].get_class().validate_configuration(
                     576, config.model_config.dtype, mode.cache, config.cache_config.block_size,
                     True, False, True, False, False, DeviceCapability(9, 0), "decoder",
-                    use_dcp=mode.dcp > 1,
+                    use_dcp=mode.dcp > 1, use_pcp=mode.pcp > 1,
                 )
         parallel = config.parallel_config
         print(json.dumps([
@@ -2234,10 +2234,10 @@ def test_vllm_accepts_the_modes_of_the_example(run_code, tmp_path):
     status, out, err = run_code(ENGINES.format(str(tmp_path)), "sparsemla,sparsemla_indexer")
     assert status == 0, err
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-    assert len(lines) == 15
+    assert len(lines) == 25
     for name, *rest in lines:
         interleave = 64 if "in pages" in name else 1
-        ranks = ["mp", 2] if "2" in name else ["uni", 1]
+        ranks = ["mp", 1 if "pcp2" in name else 2] if "2" in name else ["uni", 1]
         assert rest == [*ranks, 2 if "dcp2" in name else 1, interleave, []], name
 
 
