@@ -679,6 +679,13 @@ def test_a_connector_beside_others_stops_the_start(model_config, plain_vllm):
         settings.refuse(config)
 
 
+@ON_CPU
+def test_more_seats_than_the_gpu_has_room_for_stop_the_start(build_model, monkeypatch):
+    monkeypatch.setattr(host_attention, "reserved_bytes", lambda *arguments: 1 << 60)
+    with pytest.raises(ValueError, match=r"--max-num-seqs and rows_per_seat .* got 8 and 384"):
+        build_model(False, "fp8_ds_mla", kv_transfer_config=connector())
+
+
 def test_sleep_mode_is_refused_by_vllm():
     assert not host.HostRowsConnector.supports_sleep_mode(connector())
 

@@ -241,7 +241,15 @@ class HostRowsImpl(SparseMLAImpl):
         numbers = torch.arange(tokens_at_once * self.topk, dtype=torch.int32, device=buffer.device)
         self.piece_rows = numbers.view(tokens_at_once, self.topk)
         size = reserved_bytes(config, settings, self.format, self.topk)
-        self.reserved: Tensor | None = buffer.new_empty(size, dtype=torch.uint8)
+        try:
+            self.reserved: Tensor | None = buffer.new_empty(size, dtype=torch.uint8)
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            seats = config.scheduler_config.max_num_seqs
+            raise ValueError(
+                "sparsemla: --max-num-seqs and rows_per_seat must leave room on the GPU, got "
+                f"{seats} and {settings.rows_per_seat}: hot rows take {size} bytes in each layer; "
+                "lower one"
+            ) from error
 
     def warm_up_more(self, serving: Serving) -> Iterable[Key]:
         """Attention over the rows of prefills, and what brings rows to the GPU."""
