@@ -481,6 +481,45 @@ def test_errors_of_a_step():
         hot.resolve(0, chosen, plan_of(9), seats)
 
 
+def test_steps_compile_as_one_graph():
+    host = host_cache()
+    hot = HotRows(host, seats=2, rows_per_seat=8, topk=TOPK, leaders=(0, 0))
+    plan, q = plan_of(20, 30), torch.randn(2, 1, HEADS, 576).bfloat16()
+
+    def step(chosen, seats):
+        outs = []
+        for layer in range(2):
+            rows, counts = hot.resolve(layer, chosen, plan, seats)
+            cache = hot.layer(layer)
+            outs.append(
+                sparse_decode(q, cache, rows[:, None], topk_lengths=counts, softmax_scale=0.1)[0]
+            )
+        return torch.stack(outs)
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    for chosen in (lists([0, 5, 19], [7]), lists([5, 6, 19], [7, 29])):
+        ours = compiled(chosen, seats_of(1, 0))
+        hot.forget()
+        assert torch.equal(ours, step(chosen, seats_of(1, 0)))
+    torch.compiler.reset()
+
+
+def test_values_are_checked_on_request():
+    hot = HotRows(host_cache(), seats=2, rows_per_seat=12, topk=TOPK)
+    plan = plan_of(9, 9)
+    wrong = [
+        (lists([3, 3], [5]), (0, 1), "topk_indices must ascend, then -1 behind"),
+        (lists([3, 4], [5]), (1, 1), "seats must not occur twice, got 1 twice"),
+        (lists([3, 4], [5]), (0, 2), "seats must lie in"),
+    ]
+    for chosen, seats, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            hot.resolve(0, chosen, plan, seats_of(*seats), validate=True)
+    assert hot.stats()[:2] == (0, 0)
+    hot.resolve(0, lists([3, 4], [5]), plan, seats_of(0, 1), validate=True)
+    assert hot.stats()[:2] == (0, 3)
+
+
 def test_layers_that_share_a_selection_come_in_order():
     hot = HotRows(host_cache(4), seats=2, rows_per_seat=12, topk=TOPK, leaders=(0, 0, 0, 3))
     step = lists([3]), plan_of(9), seats_of(0)

@@ -222,6 +222,7 @@ VALID = {
         "topk_indices": torch.zeros(1, 4, dtype=torch.int32),
         "plan": plan_of_host(1),
         "seats": torch.zeros(1, dtype=torch.int32),
+        "validate": False,
     },
     "sparsemla.HotRows.layer": lambda: {"self": hot_rows(), "layer_idx": 0},
     "sparsemla.HotRows.forget": lambda: {"self": hot_rows(), "seats": [0]},

@@ -194,7 +194,8 @@ class HostCache:
         """
         if self.closed:
             raise ValueError("host must be open, got a HostCache that was closed")
-        if os.getpid() != self._pid:
+        # torch.compile does not trace getpid.
+        if not torch.compiler.is_compiling() and os.getpid() != self._pid:
             raise ValueError(
                 f"host must be of this process, {os.getpid()}, got a HostCache that process "
                 f"{self._pid} allocated before it forked; allocate it in the process that uses it"
@@ -265,6 +266,25 @@ class HotStats(NamedTuple):
     hits: int
     misses: int
     bytes: int
+
+
+class _Results(NamedTuple):
+    """What :func:`sparsemla.resolve_rows` finds for the tokens of a step, and what follows.
+
+    ``new_slots`` and ``new_rows`` are the misses of the step's own tokens, the last of each list;
+    ``old_counts`` is the number of all others.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    miss_slots: Tensor
+    miss_rows: Tensor
+    miss_counts: Tensor
+    new_counts: Tensor
+    old_counts: Tensor
+    new_columns: Tensor
+    new_slots: Tensor
+    new_rows: Tensor
 
 
 class HotRows:
@@ -385,17 +405,25 @@ class HotRows:
         self._found = integers(len(led), 2, dtype=torch.int64)
         self._stats = dict(zip(led, self._found, strict=True))
         parted = () if shard is None or shard.parts is None else (len(shard.own_parts),)
-        self._selected, self._counts = integers(tokens, *parted, topk), integers(tokens, *parted)
-        self._miss_slots, self._miss_rows = (integers(tokens, topk) for _ in range(2))
-        self._miss_counts, self._new_counts, self._old_counts = (integers(tokens) for _ in range(3))
+        self._results = _Results(
+            rows=integers(tokens, *parted, topk),
+            counts=integers(tokens, *parted),
+            miss_slots=integers(tokens, topk),
+            miss_rows=integers(tokens, topk),
+            miss_counts=integers(tokens),
+            new_counts=integers(tokens),
+            old_counts=integers(tokens),
+            new_columns=integers(tokens, query_len, dtype=torch.int64),
+            new_slots=integers(tokens, query_len),
+            new_rows=integers(tokens, query_len),
+        )
+        self._results_of: dict[int, _Results] = {}
+        """Views of the first tokens, by their number: making them takes longer than a check."""
         self._workspace = integers(
             resolve_workspace_size(self.seats, topk, rows_per_seat, max_query_len=query_len),
             dtype=torch.uint8,
         )
-        # Misses of this step's own tokens, the last ones of a list.
         self._columns = torch.arange(query_len, device=self.device)
-        self._new_columns = integers(tokens, query_len, dtype=torch.int64)
-        self._new_slots, self._new_rows = (integers(tokens, query_len) for _ in range(2))
         self._forked = None if self._stream is None else torch.cuda.Event()
         self._fetched = [None if self._stream is None else torch.cuda.Event() for _ in self._rows]
         self._waited: dict[int, tuple[object, ...]] = {}
@@ -422,8 +450,8 @@ class HotRows:
         """Bytes of the device that hot rows of this size take: :attr:`memory_bytes`.
 
         >>> from sparsemla import FP8_DS_MLA
-        >>> HotRows.size(FP8_DS_MLA, num_layers=61, seats=1, topk=2048)
-        167044576
+        >>> HotRows.size(FP8_DS_MLA, num_layers=61, seats=1, topk=2048) >> 20  # MiB
+        159
         """
         fmt = as_format("format", format)
         leaders = _checked_hot(num_layers, seats, rows_per_seat, topk, query_len, leaders, shard)
@@ -448,18 +476,9 @@ class HotRows:
             *table,
             self._first_seats,
             self._found,
-            self._selected,
-            self._miss_slots,
-            self._miss_rows,
-            self._counts,
-            self._miss_counts,
-            self._new_counts,
-            self._old_counts,
             self._workspace,
             self._columns,
-            self._new_columns,
-            self._new_slots,
-            self._new_rows,
+            *self._results,
         )
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -484,7 +503,13 @@ class HotRows:
         self._host = host
 
     def resolve(
-        self, layer_idx: int, topk_indices: Tensor, plan: Plan, seats: Tensor
+        self,
+        layer_idx: int,
+        topk_indices: Tensor,
+        plan: Plan,
+        seats: Tensor,
+        *,
+        validate: bool = False,
     ) -> HotSelection:
         """Find the selected rows of a layer, and begin to fetch those that are missing.
 
@@ -498,6 +523,8 @@ class HotRows:
             plan: of decodes only, with the page size of the host.
             seats: int32 ``[B]``, the seat of each request, no two the same; requests of length 0
                 and those with a seat out of range select nothing.
+            validate: read the integers, which waits for the device, and refuse lists that do not
+                ascend, seats that occur twice, and values out of range.
 
         Returns:
             Views of static tensors, which the next leader overwrites.
@@ -511,8 +538,7 @@ class HotRows:
         check_integer("layer_idx", layer_idx, 0, self.num_layers)
         check_kind("plan", plan, Plan)
         self._check_plan(plan, host)
-        leader, tokens = self._leaders[layer_idx], plan.num_tokens
-        found = HotSelection(self._selected[:tokens], self._counts[:tokens])
+        leader, found = self._leaders[layer_idx], self._first(plan.num_tokens)
         if leader == layer_idx:
             if self._unresolved:
                 missing = ", ".join(map(str, sorted(self._unresolved)))
@@ -521,10 +547,10 @@ class HotRows:
                     f"resolved last, got {layer_idx}; after an interrupted step call forget()"
                 )
             with self._beside(layer_idx, topk_indices, plan, seats):
-                self._lead(host, layer_idx, topk_indices, plan, seats)
+                self._lead(host, layer_idx, topk_indices, plan, seats, found, validate)
                 self._mark(layer_idx)
                 if followers := self._followers[leader]:
-                    self._fetch_ahead(host, followers, tokens)
+                    self._fetch_ahead(host, followers, found)
             self._unresolved.update(followers)
         else:
             if layer_idx not in self._unresolved:
@@ -533,11 +559,11 @@ class HotRows:
                     f"got {layer_idx}"
                 )
             with self._beside(layer_idx, plan):
-                rows = self._new_slots[:tokens], self._new_rows[:tokens], self._new_counts[:tokens]
-                fetch_rows(host.layer(layer_idx), self._rows[layer_idx], *rows)
+                new = found.new_slots, found.new_rows, found.new_counts
+                fetch_rows(host.layer(layer_idx), self._rows[layer_idx], *new)
                 self._mark(layer_idx)
             self._unresolved.discard(layer_idx)
-        return found
+        return HotSelection(found.rows, found.counts)
 
     def layer(self, layer_idx: int) -> PagedCache:
         """The hot rows ``[seats * H, 1, row]`` of a layer; its fetch is over on the current stream.
@@ -648,12 +674,26 @@ class HotRows:
                 f"got {plan.page_size}"
             )
 
+    def _first(self, tokens: int) -> _Results:
+        """The results of the first tokens."""
+        found = self._results_of.get(tokens)
+        if found is None:
+            found = _Results(*(result[:tokens] for result in self._results))
+            if not torch.compiler.is_compiling():
+                self._results_of[tokens] = found
+        return found
+
     def _lead(
-        self, host: HostCache, layer_idx: int, topk_indices: Tensor, plan: Plan, seats: Tensor
+        self,
+        host: HostCache,
+        layer_idx: int,
+        topk_indices: Tensor,
+        plan: Plan,
+        seats: Tensor,
+        found: _Results,
+        validate: bool,
     ) -> None:
         """Resolve a leader's selection and fetch its misses."""
-        tokens = slice(plan.num_tokens)
-        missing = self._miss_slots[tokens], self._miss_rows[tokens], self._miss_counts[tokens]
         resolve_rows(
             topk_indices,
             plan.input_row_offsets,
@@ -664,33 +704,29 @@ class HotRows:
             page_size=host.page_size,
             max_query_len=self.query_len,
             shard=self._shard,
-            out=self._selected[tokens],
-            counts=self._counts[tokens],
-            miss_slots=missing[0],
-            miss_rows=missing[1],
-            miss_counts=missing[2],
-            new_counts=self._new_counts[tokens],
+            validate=validate,
+            out=found.rows,
+            counts=found.counts,
+            miss_slots=found.miss_slots,
+            miss_rows=found.miss_rows,
+            miss_counts=found.miss_counts,
+            new_counts=found.new_counts,
             workspace=self._workspace,
             stats=self._stats[layer_idx],
         )
+        missing = found.miss_slots, found.miss_rows, found.miss_counts
         fetch_rows(host.layer(layer_idx), self._rows[layer_idx], *missing)
 
-    def _fetch_ahead(self, host: HostCache, followers: Sequence[int], num_tokens: int) -> None:
+    def _fetch_ahead(self, host: HostCache, followers: Sequence[int], found: _Results) -> None:
         """Fetch a leader's misses for its followers, but for rows that they have yet to write."""
-        tokens = slice(num_tokens)
-        counts, slots, rows = (
-            self._miss_counts[tokens],
-            self._miss_slots[tokens],
-            self._miss_rows[tokens],
-        )
-        old, columns = self._old_counts[tokens], self._new_columns[tokens]
-        torch.sub(counts, self._new_counts[tokens], out=old)
-        torch.add(old[:, None], self._columns, out=columns)
-        columns.clamp_(max=self.topk - 1)
-        torch.gather(slots, 1, columns, out=self._new_slots[tokens])
-        torch.gather(rows, 1, columns, out=self._new_rows[tokens])
+        torch.sub(found.miss_counts, found.new_counts, out=found.old_counts)
+        torch.add(found.old_counts[:, None], self._columns, out=found.new_columns)
+        found.new_columns.clamp_(max=self.topk - 1)
+        torch.gather(found.miss_slots, 1, found.new_columns, out=found.new_slots)
+        torch.gather(found.miss_rows, 1, found.new_columns, out=found.new_rows)
+        missing = found.miss_slots, found.miss_rows, found.old_counts
         for follower in followers:
-            fetch_rows(host.layer(follower), self._rows[follower], slots, rows, old)
+            fetch_rows(host.layer(follower), self._rows[follower], *missing)
 
     @contextlib.contextmanager
     def _beside(self, layer_idx: int, *read: object) -> Iterator[None]:
