@@ -287,10 +287,8 @@ def _row_bytes(spec: MLAAttentionSpec) -> int:
 
 def _layers(config: VllmConfig) -> Iterator[tuple[str, Any]]:
     """The layers with rows on the host and their names, in the order of the model."""
-    from sparsemla.backends.vllm.host_attention import HostRowsImpl
-
     for name, layer in config.compilation_config.static_forward_context.items():
-        if isinstance(getattr(layer, "impl", None), HostRowsImpl):
+        if getattr(getattr(layer, "impl", None), "rows_on_host", False):
             yield name, layer
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -217,11 +217,13 @@ class HostRowsImpl(SparseMLAImpl):
     """Attention of one layer with rows on the host.
 
     Attributes:
+        rows_on_host: what the connector finds the layer by.
         rows: the rows, None until the connector has them. vLLM profiles graphs before.
         selects: the layer has an indexer, whose selection later layers may share.
         reserved: memory that vLLM's profiling counts, in the place of the hot rows.
     """
 
+    rows_on_host: ClassVar[bool] = True
     rows: HostLayer | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on
