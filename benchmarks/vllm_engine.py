@@ -7,13 +7,14 @@ selection, chunked prefills, and batches of prefills and decodes. Then tokens an
 are compared. For each mode a line says which classes served, and which kernels were compiled once
 it was ready.
 
-``hisparse`` keeps rows on the host, ``prefixes`` asks again, from cached prefixes, ``ngram`` copies
-drafts from the context, and ``async`` schedules a step during the last one.
+``hisparse`` and ``host`` keep rows on the host, by vLLM's connector and by this package's,
+``prefixes`` asks again, from cached prefixes, ``ngram`` copies drafts from the context, and
+``async`` schedules a step during the last one.
 
 Modes with ``tp2`` share the heads between two GPUs, those with ``tp2 rows`` also the rows of all
-prefills in the indexer, and those with ``dcp2`` the contexts, too. They are compared with modes of
-one GPU. Where there are fewer GPUs, they are left out, with a line, and those with ``dcp2`` also
-where NCCL is older than 2.29.7.
+prefills in the indexer, those with ``dcp2`` the contexts, too, and those with ``pcp2`` the tokens
+of prefills. They are compared with modes of one GPU. Where there are fewer GPUs, they are left out,
+with a line, and those with ``dcp2`` also where NCCL is older than 2.29.7.
 
 Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python benchmarks/vllm_engine.py``,
 on two GPUs with ``--gpus 2`` for the modes that need both.
@@ -62,6 +63,7 @@ class Mode:
         model: type of the model.
         gpus: that share the heads.
         dcp: of them, those that share each context.
+        pcp: of the GPUs, those that divide the tokens of prefills; they do not share heads.
         interleave: consecutive tokens of a context that one of these keeps.
         divides: the GPUs divide the indexer's rows in every prefill, not in long ones only.
         more: other arguments of vLLM's engine.
@@ -76,6 +78,7 @@ class Mode:
     model: str = "deepseek_v32"
     gpus: int = 1
     dcp: int = 1
+    pcp: int = 1
     interleave: int = 1
     divides: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
@@ -86,12 +89,22 @@ BOTH = "sparsemla,sparsemla_indexer"
 V4: dict[str, Any] = {"cache": "fp8", "model": "deepseek_v4"}
 TP2: dict[str, Any] = {"gpus": 2}
 DCP2: dict[str, Any] = {"gpus": 2, "dcp": 2}
+PCP2: dict[str, Any] = {"gpus": 2, "pcp": 2}
 HISPARSE: dict[str, Any] = {
     "kv_transfer_config": {
         "kv_connector": "HiSparseConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"host_pool_gib": 2},
     }
+}
+HOST: dict[str, Any] = {
+    "kv_transfer_config": {
+        "kv_connector": "HostRowsConnector",
+        "kv_connector_module_path": "sparsemla.backends.vllm.host",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"host_gib": 1, "rows_per_seat": 2048},
+    },
+    "num_gpu_blocks_override": 2000,
 }
 NGRAM: dict[str, Any] = {
     "speculative_config": {
@@ -114,8 +127,19 @@ MODES = {
     "vllm, bf16": Mode("", "FLASH_ATTN_MLA_SPARSE", cache="bfloat16"),
     "attention, bf16": Mode("sparsemla", "CUSTOM", cache="bfloat16"),
     "both, bf16, graphs": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True),
+    "vllm, hisparse": Mode("", "FLASHMLA_SPARSE", graphs=True, more=HISPARSE),
     "both, hisparse": Mode(BOTH, "CUSTOM", graphs=True, more=HISPARSE),
     "both, bf16, hisparse": Mode(BOTH, "CUSTOM", "bfloat16", graphs=True, more=HISPARSE),
+    "both, host": Mode(BOTH, "CUSTOM", graphs=True, more=HOST),
+    "both, eager, host": Mode(BOTH, "CUSTOM", more=HOST),
+    "both, portable, host": Mode(BOTH, "CUSTOM", portable=True, more=HOST),
+    "both, bf16, host": Mode(BOTH, "CUSTOM", "bfloat16", graphs=True, more=HOST),
+    "both, host, prefixes": Mode(
+        BOTH, "CUSTOM", graphs=True, more=HOST | {"enable_prefix_caching": True}
+    ),
+    "both, host, ngram": Mode(BOTH, "CUSTOM", graphs=True, more=HOST | NGRAM),
+    "both, host, async": Mode(BOTH, "CUSTOM", graphs=True, more=HOST | {"async_scheduling": True}),
+    "both, host, dcp2": Mode(BOTH, "CUSTOM", graphs=True, more=HOST, **DCP2),
     "both, prefixes": Mode(BOTH, "CUSTOM", graphs=True, more={"enable_prefix_caching": True}),
     "both, ngram": Mode(BOTH, "CUSTOM", graphs=True, more=NGRAM),
     "both, async": Mode(BOTH, "CUSTOM", graphs=True, more={"async_scheduling": True}),
@@ -124,6 +148,8 @@ MODES = {
     "both, tp2 rows": Mode(BOTH, "CUSTOM", divides=True, **TP2),
     "both, graphs, tp2 rows": Mode(BOTH, "CUSTOM", graphs=True, divides=True, **TP2),
     "both, bf16, graphs, tp2": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **TP2),
+    "both, pcp2": Mode(BOTH, "CUSTOM", **PCP2),
+    "both, graphs, pcp2": Mode(BOTH, "CUSTOM", graphs=True, **PCP2),
     "vllm, dcp2": Mode("", "FLASHMLA_SPARSE", **DCP2),
     "attention, dcp2": Mode("sparsemla", "CUSTOM", **DCP2),
     "both, dcp2": Mode(BOTH, "CUSTOM", **DCP2),
@@ -154,7 +180,18 @@ PAIRS = (
     ("both, portable", "both"),
     ("attention, bf16", "vllm, bf16"),
     ("both, bf16, graphs", "vllm, bf16"),
+    ("vllm, hisparse", "vllm, graphs"),
     ("both, hisparse", "both, graphs"),
+    ("both, host", "both, graphs"),
+    ("both, eager, host", "both"),
+    ("both, portable, host", "both, portable"),
+    ("both, bf16, host", "both, bf16, graphs"),
+    ("both, host, prefixes", "both, graphs"),
+    ("both, host, ngram", "both, graphs"),
+    ("both, host, async", "both, graphs"),
+    ("both, host, dcp2", "both, graphs, dcp2"),
+    ("both, pcp2", "both"),
+    ("both, graphs, pcp2", "both, graphs"),
     ("both, bf16, hisparse", "both, bf16, graphs"),
     ("both, prefixes", "both, graphs"),
     ("both, ngram", "both, graphs"),
@@ -347,7 +384,8 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
         "enable_prefix_caching": False,
         # It times kernels at many sizes, for which a comparison of tokens need not wait.
         "enable_flashinfer_autotune": False,
-        "tensor_parallel_size": mode.gpus,
+        "tensor_parallel_size": mode.gpus // mode.pcp,
+        "prefill_context_parallel_size": mode.pcp,
         "decode_context_parallel_size": mode.dcp,
         "cp_kv_cache_interleave_size": mode.interleave,
         "disable_custom_all_reduce": True,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import sparsemla
-from sparsemla import HeadWeight, PagedCache, WindowState
+from sparsemla import HeadWeight, PagedCache, RowTable, WindowState
 
 
 def spy(monkeypatch: Any, ops: Mapping[ModuleType, Sequence[str]]) -> list[Any]:
@@ -49,6 +49,8 @@ def without_memory(argument: Any) -> Any:
         case HeadWeight():
             scale = argument.scale
             return "weight", without_memory(argument.data), without_memory(scale)
+        case RowTable():
+            return "table", *map(without_memory, (argument.keys, argument.rows, argument.order))
         case torch.Tensor():
             offset = argument.data_ptr() % 16 // argument.element_size()
             return "tensor", tuple(argument.shape), argument.stride(), offset, argument.dtype
@@ -65,6 +67,8 @@ def on_meta(kept: Any) -> Any:
             return PagedCache(on_meta(data), sparsemla.get_format(name))
         case "state", rows:
             return WindowState(on_meta(rows))
+        case "table", *parts:
+            return RowTable(*map(on_meta, parts))
         case "weight", data, scale:
             return HeadWeight(on_meta(data), on_meta(scale))
     return kept

@@ -66,7 +66,8 @@ def test_bytes_of_glm_5_3_flash():
     sizes = {"page_size": 64, "batch_size": 1, "max_length": None}
     devices = dict.fromkeys(layers, torch.device("meta"))
     pooling = Pooling(config.index_kpool)
-    cache = PooledCache(devices, layers, len(config.layer_types), pooling, latent, index, **sizes)
+    recurrent = [kind == "linear_attention" for kind in config.layer_types]
+    cache = PooledCache(devices, layers, recurrent, pooling, latent, index, **sizes)
     linear = len(config.layer_types) - len(layers)
     state = config.linear_num_heads * config.linear_head_dim**2 * 4
     found = capacity(**settings(name))

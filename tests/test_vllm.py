@@ -60,6 +60,7 @@ with warnings.catch_warnings():
         get_dcp_group,
         init_distributed_environment,
         initialize_model_parallel,
+        model_parallel_is_initialized,
         parallel_state,
     )
     from vllm.distributed.device_communicators import pynccl
@@ -110,6 +111,8 @@ with warnings.catch_warnings():
         deepseek_v4,
         divided,
         exchange,
+        host,
+        host_attention,
         indexer,
         nvidia,
         register,
@@ -197,6 +200,8 @@ def model_config(tmp_path_factory):
 def one_rank(tmp_path_factory):
     init_workspace_manager(torch.device("cpu"))
     meeting = tmp_path_factory.mktemp("ranks") / "meeting"
+    if model_parallel_is_initialized():  # by the tests of another file
+        return
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
         init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
         initialize_model_parallel(1, 1)
@@ -325,7 +330,7 @@ OVERRIDDEN = {
     "SparseMLAIndexer.forward": (indexer.SparseMLAIndexer.forward, Indexer.forward),
     "sparse_attn_indexer": (nvidia.sparse_attn_indexer, sparse_attn_indexer.sparse_attn_indexer),
 }
-for module in (attention, indexer, nvidia, warmup):
+for module in (attention, host, host_attention, indexer, nvidia, warmup):
     OVERRIDDEN |= surface.overridden(module)
 ROWS = {(name, row.path): row for name, rows in surface.SURFACE.items() for row in rows}
 
@@ -342,7 +347,18 @@ def test_what_is_touched_fits_vllm(key):
 
 
 @pytest.mark.parametrize(
-    "name", ["__init__", "attention", "indexer", "exchange", "nvidia", "settings", "warmup"]
+    "name",
+    [
+        "__init__",
+        "attention",
+        "host",
+        "host_attention",
+        "indexer",
+        "exchange",
+        "nvidia",
+        "settings",
+        "warmup",
+    ],
 )
 def test_every_import_from_vllm_has_a_row(name):
     tree = ast.parse((Path(plugins.__file__).parent / f"{name}.py").read_text())
@@ -425,6 +441,9 @@ def test_nothing_abstract_is_left():
         attention.SparseMLABackend,
         attention.SparseMLAMetadataBuilder,
         attention.SparseMLAImpl,
+        host.HostRowsConnector,
+        host_attention.HostRowsImpl,
+        host_attention.HostRowsMetadataBuilder,
         indexer.IndexerMetadataBuilder,
         warmup.Kernels,
     ):
@@ -461,6 +480,7 @@ def refusals(**changes):
         {"device_capability": DeviceCapability(8, 6)},
         {"device_capability": DeviceCapability(12, 0)},
         {"use_dcp": True},
+        {"use_pcp": True},
         {"use_adaptive_verification": True},
         {"use_kv_connector": True},
     ],
@@ -483,7 +503,6 @@ def test_served(config, changes):
         ({"has_sink": True}, "attention sinks not supported"),
         ({"use_sparse": False}, "non-sparse not supported"),
         ({"use_mla": False}, "non-MLA not supported"),
-        ({"use_pcp": True}, "PCP not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
         ({"has_sliding_window": True}, "sliding window not supported"),
     ],
@@ -1664,7 +1683,7 @@ def test_the_indexer_keeps_the_names_of_weights(mla_layer):
 @pytest.mark.parametrize(
     ("where", "name", "value"),
     [
-        ("parallel_config", "prefill_context_parallel_size", 2),
+        ("parallel_config", "prefill_context_parallel_size", 2),  # in the portable class
         ("attention_config", "indexer_kv_dtype", "mxfp4"),
     ],
     ids=str,
@@ -1677,8 +1696,15 @@ def test_unsupported_indexer_features_are_refused(
         indexer.SparseMLAIndexer(mla_layer.indexer.inner)
 
 
-def selecting(config, batch, dense=False, decodes=0):
+def selecting(config, batch, dense=False, decodes=0, common=None, **given):
     """One step of the selection as vLLM's NVIDIA class calls it.
+
+    Args:
+        config: of the engine.
+        batch: the step.
+        dense, decodes: of attention.
+        common: vLLM's words for the batch; its own if None.
+        given: arguments of the selection.
 
     Returns:
         The cache, queries, weights, and what was selected.
@@ -1691,7 +1717,9 @@ def selecting(config, batch, dense=False, decodes=0):
         layer = nvidia.IndexCache(132, torch.uint8, f"index {id(batch)}", config.cache_config)
     make = layer.get_attn_backend().get_builder_cls()
     spec = layer.get_kv_cache_spec(config)
-    metadata = make(spec, [layer.prefix], config, torch.device("cpu")).build(0, batch.common())
+    metadata = make(spec, [layer.prefix], config, torch.device("cpu")).build(
+        0, common or batch.common()
+    )
     prefill = SimpleNamespace(use_dense_mha=dense)
     attends = SimpleNamespace(prefill=prefill, num_decode_tokens=decodes)
     chosen = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
@@ -1705,6 +1733,7 @@ def selecting(config, batch, dense=False, decodes=0):
         "topk_tokens": TOPK,
         "topk_indices_buffer": chosen,
         "dense_mha_metadata_layer_name": LAYER,
+        **given,
     }
     with set_forward_context({layer.prefix: metadata, LAYER: attends}, config):
         assert nvidia.sparse_attn_indexer(**arguments) is chosen
@@ -2221,7 +2250,7 @@ for name, mode in MODES.items():
                 refused = AttentionBackendEnum[mode.backend].get_class().validate_configuration(
                     576, config.model_config.dtype, mode.cache, config.cache_config.block_size,
                     True, False, True, False, False, DeviceCapability(9, 0), "decoder",
-                    use_dcp=mode.dcp > 1,
+                    use_dcp=mode.dcp > 1, use_pcp=mode.pcp > 1,
                 )
         parallel = config.parallel_config
         print(json.dumps([
@@ -2245,10 +2274,10 @@ def test_vllm_accepts_the_modes_of_the_example(run_code, tmp_path):
     status, out, err = run_code(ENGINES.format(str(tmp_path)), "sparsemla,sparsemla_indexer")
     assert status == 0, err
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-    assert len(lines) == 15
+    assert len(lines) == 25
     for name, *rest in lines:
         interleave = 64 if "in pages" in name else 1
-        ranks = ["mp", 2] if "2" in name else ["uni", 1]
+        ranks = ["mp", 1 if "pcp2" in name else 2] if "2" in name else ["uni", 1]
         assert rest == [*ranks, 2 if "dcp2" in name else 1, interleave, []], name
 
 
@@ -2326,6 +2355,7 @@ def build_model(model_config, plain_vllm, monkeypatch):
         index_heads=CONFIG["index_n_heads"],
         model_config=model_config,
         speculative=None,
+        **changes,
     ):
         monkeypatch.setattr(model_config.hf_config, "index_n_heads", index_heads)
         monkeypatch.setattr(plugins, "_nvidia_class_runs", lambda: nvidia_class_runs)
@@ -2338,8 +2368,10 @@ def build_model(model_config, plain_vllm, monkeypatch):
             dtype,
             attention_config=AttentionConfig(backend="CUSTOM"),
             compilation_config=CompilationConfig(custom_ops=["none"]),
+            **changes,
         )
-        monkeypatch.setattr(config, "speculative_config", speculative)
+        if speculative is not None:
+            monkeypatch.setattr(config, "speculative_config", speculative)
         (architecture,) = model_config.architectures
         model_class = ModelRegistry.models[architecture].load_model_cls()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):

@@ -55,6 +55,8 @@ with warnings.catch_warnings():
     from sparsemla.backends.vllm import (
         attention,
         deepseek_v4,
+        host,
+        host_attention,
         indexer,
         nvidia,
         settings,
@@ -302,7 +304,7 @@ SETTINGS = {
         "pipeline_parallel_size": "each stage builds its own layers",
         "tensor_parallel_size": "the heads of a rank; indexers are replicated",
         "prefill_context_parallel_size": Refused(
-            2, "refill", ("indexer", "v4"), (("parallel_config__decode_context_parallel_size", 1),)
+            2, "refill", ("v4",), (("parallel_config__decode_context_parallel_size", 1),)
         ),
         "decode_context_parallel_size": Refused(
             2, "decode_context_parallel_size must be 1", ("v4",)
@@ -581,7 +583,9 @@ def plain(backend=None, draft=None, drafts=()):
             attention_backend=draft, draft_model_config=SimpleNamespace(architectures=drafts)
         )
     return SimpleNamespace(
-        attention_config=AttentionConfig(backend=backend), speculative_config=speculative
+        attention_config=AttentionConfig(backend=backend),
+        kv_transfer_config=None,
+        speculative_config=speculative,
     )
 
 
@@ -803,7 +807,18 @@ READ = [
     "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder.build",
     "vllm.v1.attention.backends.mla.indexer:balanced_prefill_row_shard",
     "vllm.v1.attention.backends.mla.indexer:tp_prefill_row_sharding_supported",
+    "vllm.v1.attention.ops.pcp:_gather_prefill_cache_inputs",
     "vllm.v1.attention.selector:get_attn_backend",
+    "vllm.v1.worker.gpu.attn_utils:get_kv_cache_spec",
+    "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector._build_load_kwargs",
+    "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.finalize_step",
+    "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.post_forward",
+    "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.pre_forward",
+    "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.set_disabled",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests",
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache",
+    "vllm.v1.worker.gpu.states:RequestState.add_request",
 ]
 BODIES = Path(__file__).parent / "vllm_bodies.json"
 
@@ -833,7 +848,7 @@ def bodies():
     """Functions of vLLM whose bodies matter here, with hashes of them."""
     overridden = {
         f"{theirs.__module__}:{theirs.__qualname__}"
-        for module in (attention, indexer, nvidia, warmup, deepseek_v4)
+        for module in (attention, host, host_attention, indexer, nvidia, warmup, deepseek_v4)
         for _, theirs in surface.overridden(module).values()
         if theirs.__name__ not in ("__eq__", "__repr__")  # generated
     }

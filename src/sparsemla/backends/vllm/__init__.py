@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from sparsemla.backends.vllm.settings import (
     BACKEND,
     OPERATOR,
+    HostRowsConfig,
     check_when_configured,
     indexer_is_named,
     unserved_gpu,
 )
 from sparsemla.backends.vllm.surface import (
     ATTENTION,
+    HOST,
     INDEXER,
     check,
     require_vllm,
@@ -61,6 +63,8 @@ V4_MODELS = {
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
     """Import the backend when vLLM resolves its name: a user has selected it.
 
+    Layers of a configuration with rows on the host get the backend that reads them.
+
     Raises:
         ModuleNotFoundError: vLLM is not installed.
         RuntimeError: its version is not supported, or something that it touches does not fit.
@@ -70,11 +74,21 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
     if problem := unsupported_version():
         raise RuntimeError(problem)
     check(ATTENTION)
+    from vllm.config import get_current_vllm_config_or_none
+
     from sparsemla.backends.vllm import attention, warmup
 
     check((), attention)
     check((), warmup)
-    return attention.SparseMLABackend
+    config = get_current_vllm_config_or_none()
+    if config is None or HostRowsConfig.of(config) is None:
+        return attention.SparseMLABackend
+    check(HOST)
+    from sparsemla.backends.vllm import host, host_attention
+
+    check((), host)
+    check((), host_attention)
+    return host_attention.HostRowsBackend
 
 
 def register() -> None:

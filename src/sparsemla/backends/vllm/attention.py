@@ -18,6 +18,7 @@ kernel of prefills, which never splits keys, over the cache in place.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,6 +53,7 @@ from sparsemla import (
     FP8_DS_MLA,
     CacheFormat,
     PagedCache,
+    Serving,
     decode_workspace_size,
     gather_dequant,
     prefill_workspace_rows,
@@ -62,7 +64,7 @@ from sparsemla import (
 )
 from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
 from sparsemla.backends.vllm.settings import NO_FNUZ, adapted
-from sparsemla.backends.vllm.warmup import LOGGER, register_attention
+from sparsemla.backends.vllm.warmup import LOGGER, Key, register_attention
 from sparsemla.formats import BF16_512
 from sparsemla.kernels.attention.schedule import FEW_HEADS
 from sparsemla.kernels.common.device import describe
@@ -167,7 +169,7 @@ class SparseMLABackend(AttentionBackend):
         config = get_current_vllm_config_or_none()
         if config is None or config.model_config is None:
             return None
-        reason = _refuse_model(config) or adapted(config, "kv_b_proj")
+        reason = _refuse_model(config) or _refuse_both_cp(config) or adapted(config, "kv_b_proj")
         if reason is None and envs.VLLM_BATCH_INVARIANT:
             reason = _refuse_batch_invariance(config, device_capability)
         return reason
@@ -186,6 +188,18 @@ def _refuse_model(config: VllmConfig) -> str | None:
             f"({NOPE_DIM}, 0), got {dims}"
         )
     return None
+
+
+def _refuse_both_cp(config: VllmConfig) -> str | None:
+    """The reason why ranks cannot divide both tokens and contexts, or None."""
+    parallel = config.parallel_config
+    pcp, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    if pcp == 1 or dcp == 1:
+        return None
+    return (
+        "prefill context parallelism needs --decode-context-parallel-size 1: ranks that share "
+        f"contexts attend for the same tokens; got {pcp} and {dcp}"
+    )
 
 
 def _refuse_batch_invariance(config: VllmConfig, capability: DeviceCapability) -> str | None:
@@ -347,7 +361,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     can_return_lse_for_decode: bool = True
     lse_base_on_e: bool = True
     supports_dcp: bool = True
-    supports_pcp: bool = False
+    supports_pcp: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     # Converting indices on a side stream does not pay off for layers with their own indexer.
     group_conversion_decode_only: ClassVar[bool] = True
@@ -496,6 +510,10 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             return kv_cache
         return self.index_group.physical_kv_cache(self.index_group_index)
 
+    def warm_up_more(self, serving: Serving) -> Iterable[Key]:
+        """What else the layer may ask of the GPU: nothing."""
+        return ()
+
     def _converted(self, num_rows: int) -> Tensor:
         """bfloat16 rows in the workspace shared by all layers."""
         spec = ((num_rows, self.format.head_dim), torch.bfloat16)
@@ -535,7 +553,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         fits = all(each.num_rows <= self.conversion_rows for each in conversions)
         # vLLM may run prefills as dense attention elsewhere; q then has the tokens of decodes only.
         if not conversions or not fits or num_tokens <= conversions[0].tokens.start:
-            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+            return self.attend_in_place(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         q, q_rope = self._parts(q)
         out = q.new_empty(*q.shape[:2], self.format.value_dim)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -544,7 +562,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         decodes = slice(conversions[0].tokens.start)
         if decodes.stop:
             some = q[decodes] if q_rope is None else (q[decodes], q_rope[decodes])
-            out[decodes], lse[decodes] = super().forward_mqa(
+            out[decodes], lse[decodes] = self.attend_in_place(
                 some, kv_c_and_k_pe_cache, attn_metadata, layer
             )
         cache = PagedCache(kv_c_and_k_pe_cache, self.format)
@@ -584,6 +602,17 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         zeros = self.format.head_dim - q.shape[-1]
         return (torch.nn.functional.pad(q, (0, zeros)) if zeros else q), None
 
+    def attend_in_place(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_cache: Tensor,
+        metadata: SparseMLAMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of the first tokens of a batch, or of all, without a conversion."""
+        found: tuple[Tensor, Tensor] = super().forward_mqa(q, kv_cache, metadata, layer)
+        return found
+
     def _forward_mqa_kernel(
         self,
         q: Tensor | tuple[Tensor, Tensor],
@@ -612,9 +641,21 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         Returns:
             ``[T, H, 512]`` bfloat16 and lse ``[T, H]`` float32.
         """
-        q, q_rope = self._parts(q)
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         cache = PagedCache(rows.unsqueeze(1), self.format)
+        return self.attend(q, cache, topk_indices, valid_counts, is_decode=is_decode)
+
+    def attend(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        cache: PagedCache,
+        topk_indices: Tensor,
+        counts: Tensor,
+        *,
+        is_decode: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over rows of the GPU; see :meth:`_forward_mqa_kernel`."""
+        q, q_rope = self._parts(q)
         if self.batch_invariant or not is_decode:
             return sparse_prefill(
                 q,
@@ -622,7 +663,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 topk_indices,
                 q_rope=q_rope,
                 softmax_scale=self.scale,
-                topk_lengths=valid_counts,
+                topk_lengths=counts,
             )
         # Each token of a speculative decode selects its own keys: pass it as a separate request.
         out, lse = sparse_decode(
@@ -631,7 +672,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             topk_indices.unsqueeze(1),
             q_rope=None if q_rope is None else q_rope.unsqueeze(1),
             softmax_scale=self.scale,
-            topk_lengths=valid_counts,
+            topk_lengths=counts,
             workspace=self._workspace(),
         )
         return out.squeeze(1), lse.squeeze(1)

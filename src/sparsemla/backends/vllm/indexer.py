@@ -232,8 +232,8 @@ class IndexerBackend(DeepseekV32IndexerBackend):
 
     @classmethod
     def supports_pcp(cls) -> bool:
-        """No: keys of other ranks are not gathered."""
-        return False
+        """Yes, in vLLM's NVIDIA classes; see :func:`refuse`."""
+        return True
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
@@ -253,6 +253,11 @@ class IndexerBackend(DeepseekV32IndexerBackend):
 
 class ShardedIndexerBackend(IndexerBackend):
     """:class:`IndexerBackend` for ranks of decode context parallelism."""
+
+    @classmethod
+    def supports_pcp(cls) -> bool:
+        """No: ranks that share keys select for the same tokens."""
+        return False
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -317,7 +322,7 @@ class SparseMLAIndexer(nn.Module):
 
     def __init__(self, indexer: Indexer) -> None:
         super().__init__()
-        refuse(indexer.vllm_config, indexer.head_dim)
+        refuse(indexer.vllm_config, indexer.head_dim, portable=True)
         self.inner = indexer
         indexer.k_cache.get_attn_backend = index_cache_backend
 
@@ -362,15 +367,26 @@ def index_cache_backend() -> type[IndexerBackend]:
     return ShardedIndexerBackend if get_dcp_group().world_size > 1 else IndexerBackend
 
 
-def refuse(config: VllmConfig, head_dim: int) -> None:
-    """Raise ValueError for settings that this indexer does not support."""
+def refuse(config: VllmConfig, head_dim: int, *, portable: bool = False) -> None:
+    """Raise ValueError for settings that this indexer does not support.
+
+    Args:
+        config: of the engine.
+        head_dim: of index keys.
+        portable: in vLLM's portable class, where one op prepares and writes the keys.
+    """
     parallel = config.parallel_config
+    divides_prefills = parallel.prefill_context_parallel_size > 1
     problems = {
         f"index_head_dim must be {INDEX_FP8.head_dim}, got {head_dim}": head_dim
         != INDEX_FP8.head_dim,
         "indexer_kv_dtype must be fp8": dsa_indexer_uses_fp4(config),
-        "prefill_context_parallel_size must be 1, as only vLLM's indexer gathers the index keys of "
-        "other ranks before they are written": parallel.prefill_context_parallel_size > 1,
+        "prefill_context_parallel_size must be 1 in vLLM's portable class, as this package's op "
+        "writes index keys there, and gathers none of other ranks": divides_prefills and portable,
+        "prefill_context_parallel_size must be 1 beside decode context parallelism, as ranks that "
+        "share keys select for the same tokens": (
+            divides_prefills and parallel.decode_context_parallel_size > 1
+        ),
         **unread_by_indexer(config),
     }
     for problem, present in problems.items():

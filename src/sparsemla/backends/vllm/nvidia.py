@@ -3,18 +3,23 @@
 These classes prepare a step in two fused kernels, which write both caches and quantise the index
 queries. Then they call the function ``sparse_attn_indexer`` of their module for scores and top-k.
 The models below exchange this function and the class of the index cache; all else is vLLM's.
+
+With prefill context parallelism (PCP) each rank has a part of the tokens and all pages. The fused
+kernels then write no rows: ranks gather the new ones in vLLM's functions, and write all of them.
 """
 
 import inspect
 import sys
 
 from torch import Tensor, nn
+from vllm import _custom_ops
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import ForwardContext, get_forward_context
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache
 from vllm.models.deepseek_v32 import attention
 from vllm.models.deepseek_v32.nvidia import model, mtp
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.ops.pcp import maybe_gather_indexer_k
 
 from sparsemla import INDEX_FP8, PagedCache
 from sparsemla.backends.vllm.indexer import (
@@ -66,15 +71,20 @@ def sparse_attn_indexer(
 ) -> Tensor:
     """Scores and exact top-k of a step, with the signature of vLLM's function.
 
-    Only the following arguments matter here. Keys are in the cache already.
+    Only the following arguments matter here.
 
     Args:
         k_cache_prefix: name of the index cache in the metadata of a step.
         kv_cache: uint8 ``[num_blocks, 64, 132]``, the index cache.
         q_quant: e4m3 ``[T, H, 128]``, index queries.
+        k: bfloat16 ``[T, 128]``, index keys, if they are not in the cache already.
         weights: float32 ``[T, H]``, with the scales of the queries.
+        quant_block_size, scale_fmt: of vLLM's op that writes the keys.
         topk_tokens: number of keys that a token selects.
         topk_indices_buffer: int32, its first T rows are overwritten.
+        skip_k_cache_insert: the keys are in the cache.
+        use_pcp: the keys of other ranks are written, too.
+        pcp_shard_decode_requests: each decode has one rank.
         dense_mha_metadata_layer_name: name of the attention layer, if it can be dense.
 
     Returns:
@@ -83,8 +93,20 @@ def sparse_attn_indexer(
     context = get_forward_context()
     if not isinstance(context.attn_metadata, dict):
         reserve_memory(q_quant, topk_tokens)
-    elif not _attention_is_dense(context, dense_mha_metadata_layer_name):
-        metadata = context.attn_metadata[k_cache_prefix]
+        return topk_indices_buffer
+    metadata = context.attn_metadata[k_cache_prefix]
+    if k is not None and not skip_k_cache_insert:
+        # Slots are those of all ranks' tokens, except in decodes of a draft model, which all ranks
+        # repeat: there they are fewer than the padded keys.
+        keys, slots = maybe_gather_indexer_k(
+            k,
+            metadata.slot_mapping,
+            metadata.num_decode_tokens,
+            use_pcp,
+            pcp_shard_decode_requests=pcp_shard_decode_requests,
+        )
+        _custom_ops.indexer_k_quant_and_cache(keys, kv_cache, slots, quant_block_size, scale_fmt)
+    if not _attention_is_dense(context, dense_mha_metadata_layer_name):
         cache = PagedCache(kv_cache, INDEX_FP8)
         select_keys(q_quant, weights, cache, metadata, topk_tokens, topk_indices_buffer)
     return topk_indices_buffer

@@ -7,6 +7,7 @@ replaces. Imports vLLM only inside functions.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparsemla.backends.environment import (
@@ -51,6 +52,9 @@ DEEPSEEK_V32 = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32MT
 GLM5_NEXT = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration", "Glm5NextMTPModel")
 """GLM-5.3-Flash, whose indexer stays vLLM's."""
 DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel")
+
+HOST_CONNECTOR = "HostRowsConnector"
+HOST_MODULE = "sparsemla.backends.vllm.host"
 
 FP8_CACHES = dict.fromkeys(("fp8", "fp8_e4m3"), "fp8_ds_mla")
 """The format that ``kv_cache_dtype`` means for sparse MLA, as in vLLM's ``FLASHMLA_SPARSE``."""
@@ -149,6 +153,55 @@ def choose(config: VllmConfig) -> None:
         speculative.kv_cache_dtype = FP8_CACHES.get(drafted, drafted)
 
 
+@dataclass(frozen=True)
+class HostRowsConfig:
+    """What ``kv_connector_extra_config`` says of :data:`HOST_CONNECTOR`.
+
+    Args:
+        host_gib: most GiB of host memory for the rows of a GPU.
+        rows_per_seat: hot rows of a request in each layer.
+    """
+
+    host_gib: float
+    rows_per_seat: int = 4096
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> HostRowsConfig | None:
+        """The settings if the rows of a configuration are kept on the host, else None.
+
+        Raises:
+            ValueError: with the key of ``kv_connector_extra_config`` that does not fit.
+        """
+        transfer = config.kv_transfer_config
+        if transfer is None or not _is_host_connector(vars(transfer)):
+            return None
+        given = transfer.kv_connector_extra_config
+        keys = {"host_gib", "rows_per_seat"}
+        if unknown := sorted(given.keys() - keys):
+            raise ValueError(
+                f"sparsemla: kv_connector_extra_config of {HOST_CONNECTOR} must have "
+                f"{' and '.join(sorted(keys))} only, got {', '.join(unknown)}"
+            )
+        gib, rows = given.get("host_gib"), given.get("rows_per_seat", cls.rows_per_seat)
+        if isinstance(gib, bool) or not isinstance(gib, int | float) or not gib > 0:
+            raise ValueError(
+                f"sparsemla: host_gib in kv_connector_extra_config of {HOST_CONNECTOR} must be a "
+                f"positive number, the GiB of host memory for each GPU, got {gib!r}"
+            )
+        if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+            raise ValueError(
+                f"sparsemla: rows_per_seat in kv_connector_extra_config of {HOST_CONNECTOR} must "
+                f"be a positive integer, the hot rows of a request in each layer, got {rows!r}"
+            )
+        return cls(float(gib), rows)
+
+
+def _is_host_connector(connector: dict[str, Any]) -> bool:
+    return connector.get("kv_connector") == HOST_CONNECTOR and (
+        connector.get("kv_connector_module_path") == HOST_MODULE
+    )
+
+
 def refuse(config: VllmConfig) -> None:
     """Stop a start in which a part of this package was named, but would not run.
 
@@ -163,6 +216,7 @@ def refuse(config: VllmConfig) -> None:
     ours = custom_is_ours()
     per_kind = ours and custom in attention.backend_per_kind.values()
     in_target = per_kind or (ours and attention.backend == custom)
+    _refuse_host_rows(config, in_target)
     in_draft = ours and speculative is not None and speculative.attention_backend == custom
     has_indexer = indexer_is_named()
     model = config.model_config
@@ -232,6 +286,61 @@ def refuse(config: VllmConfig) -> None:
         raise ValueError(
             f"{INDEXER_PLUGIN}: {name} {reason}; remove {INDEXER_PLUGIN} from VLLM_PLUGINS"
         )
+
+
+def _refuse_host_rows(config: VllmConfig, in_target: bool) -> None:
+    """Stop a start in which rows on the host were named, but another setting does not go with them.
+
+    Args:
+        config: of the engine.
+        in_target: the attention backend of the model is this package's.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    transfer, model = config.kv_transfer_config, config.model_config
+    if transfer is None:
+        return
+    parts = transfer.kv_connector_extra_config.get("connectors", [])
+    if any(each.get("kv_connector") == HOST_CONNECTOR for each in parts):
+        raise ValueError(
+            f"sparsemla: {HOST_CONNECTOR} must be the only KV connector, as other connectors copy "
+            f"pages of the GPU, which have no rows; got {transfer.kv_connector}"
+        )
+    settings = HostRowsConfig.of(config)
+    if settings is None or model is None or model.is_submodel_config:
+        return
+    most = 1 + config.num_speculative_tokens
+    needed = most * model.hf_text_config.index_topk if model.architectures[0] in DEEPSEEK_V32 else 0
+    parallel = config.parallel_config
+    pcp, pp = parallel.prefill_context_parallel_size, parallel.pipeline_parallel_size
+    problems = {
+        f"the model must be one of {', '.join(DEEPSEEK_V32)}, got {model.architectures}": (
+            not needed
+        ),
+        "--attention-backend must be CUSTOM, as no other backend reads hot rows": not in_target,
+        f"VLLM_PLUGINS must name {INDEXER_PLUGIN}, as the lists of vLLM's indexer do not ascend": (
+            not indexer_is_active()
+        ),
+        f"rows_per_seat must be at least {needed}, index_topk for each of {most} query tokens, "
+        f"got {settings.rows_per_seat}": settings.rows_per_seat < needed,
+        "VLLM_USE_V2_MODEL_RUNNER must not be 0, and settings that need the model runner V1 must "
+        "be off, as only V2 gives a request a place that it keeps": not config.use_v2_model_runner,
+        f"--prefill-context-parallel-size must be 1, as decodes change their rank in every step; "
+        f"got {pcp}": pcp > 1,
+        f"--pipeline-parallel-size must be 1, got {pp}": pp > 1,
+        "--enable-dbo and --ubatch-size must be off, as seats are those of whole batches": (
+            parallel.use_ubatching
+        ),
+        "HiSparse must be off, as it keeps the rows itself": (
+            config.attention_config.hisparse_config is not None
+        ),
+    }
+    for problem, present in problems.items():
+        if present:
+            raise ValueError(
+                f"sparsemla: {problem}; otherwise remove {HOST_CONNECTOR} from --kv-transfer-config"
+            )
 
 
 def shard_min_rows(config: VllmConfig) -> int | None:

@@ -82,8 +82,8 @@ CONFIG = _rows(
     vllm.config:
         VllmConfig: settings of the engine
             model_config cache_config parallel_config scheduler_config attention_config
-            compilation_config kernel_config lora_config offload_config speculative_config
-            __post_init__
+            compilation_config kernel_config kv_transfer_config lora_config num_speculative_tokens
+            offload_config speculative_config use_v2_model_runner __post_init__
         get_current_vllm_config_or_none: settings while layers are built
         CompilationConfig: graphs of prefills, whether the indexer is active, the model's layers
             _attention_ops cudagraph_mode static_forward_context
@@ -114,6 +114,9 @@ CONFIG = _rows(
     vllm.config.lora:
         LoRAConfig: refused settings
             target_modules
+    vllm.config.kv_transfer:
+        KVTransferConfig: rows on the host
+            kv_connector kv_connector_extra_config kv_connector_module_path
     vllm.lora.utils:
         is_in_target_modules: refused settings
             module_name target_modules packed_modules_mapping
@@ -133,8 +136,8 @@ CONFIG = _rows(
             max_num_batched_tokens
     vllm.config.parallel:
         ParallelConfig: refused settings, and shares of ranks
-            cp_kv_cache_interleave_size decode_context_parallel_size prefill_context_parallel_size
-            tensor_parallel_size
+            cp_kv_cache_interleave_size decode_context_parallel_size pipeline_parallel_size
+            prefill_context_parallel_size tensor_parallel_size use_ubatching
     vllm:
         envs: plugins named, memory, and the batch-invariant mode
             VLLM_PLUGINS VLLM_SPARSE_INDEXER_MAX_LOGITS_MB VLLM_BATCH_INVARIANT
@@ -222,6 +225,73 @@ ATTENTION = WARMUP + _rows(
     """
 )
 
+HOST = ATTENTION + _rows(
+    """
+    vllm.config:
+        get_current_vllm_config: settings while layers are built
+    vllm.config.scheduler:
+        SchedulerConfig: seats
+            max_num_seqs
+    vllm.distributed:
+        get_dcp_group: ranks that share contexts
+        get_tp_group: ranks that allocate in turn
+    vllm.distributed.parallel_state:
+        GroupCoordinator: these ranks
+            cpu_group rank_in_group world_size
+    vllm.distributed.kv_transfer.kv_connector.v1.base:
+        KVConnectorBase_V1: base class
+            _get_connector_metadata _vllm_config build_connector_meta get_num_new_matched_tokens
+            register_kv_caches requires_kv_delivery save_kv_layer shutdown start_load_kv
+            supports_sleep_mode update_state_after_alloc wait_for_layer_load wait_for_save
+        KVConnectorMetadata: base class
+        KVConnectorRole: type of an argument
+        SupportsHMA: base class
+            request_finished_all_groups
+    vllm.config.kv_transfer:
+        KVTransferConfig: type of an argument
+    vllm.forward_context:
+        ForwardContext: type of an argument
+    vllm.utils.math_utils:
+        round_up: sizes of workspaces
+    vllm.utils.torch_utils:
+        async_tensor_h2d: seats of new requests
+            data device dtype
+    vllm.v1.attention.backend:
+        AttentionMetadata: type of an argument
+    vllm.v1.core.kv_cache_manager:
+        KVCacheBlocks: type of an argument
+    vllm.v1.core.sched.output:
+        SchedulerOutput: requests of a step
+            has_sync_kv_loads kv_cache_block_copies scheduled_cached_reqs scheduled_new_reqs
+        NewRequestData: requests that take a seat
+            req_id
+        CachedRequestData: requests that take a seat
+            resumed_req_ids
+    vllm.v1.kv_cache_interface:
+        KVCacheConfig: blocks that vLLM planned
+            kv_cache_groups num_blocks
+        KVCacheGroupSpec: layers
+            kv_cache_spec layer_names
+        MLAAttentionSpec: placeholders of rows
+            block_size cache_dtype_str dtype head_size state_content_bytes
+        UniformTypeKVCacheSpecs: layers
+            kv_cache_specs
+    vllm.v1.request:
+        Request: type of an argument
+    vllm.v1.worker.gpu.kv_connector:
+        ActiveKVConnector: calls of the connector
+            _build_load_kwargs finalize_step post_forward pre_forward set_disabled
+    vllm.v1.worker.gpu.input_batch:
+        InputBatch: seats of a batch
+            idx_mapping req_ids
+    vllm.model_executor.layers.attention.sparse_mla_attention:
+        SharedTopkIndicesBuffer: whether a layer selects
+            _indexer
+        SparseMLACommonMetadata: decodes of a step
+            block_table decode_max_query_len max_seq_len query_start_loc seq_lens slot_mapping
+    """
+)
+
 INDEXER = WARMUP + _rows(
     """
     vllm.config:
@@ -292,9 +362,15 @@ INDEXER = WARMUP + _rows(
 
 NVIDIA = _rows(
     """
+    vllm:
+        _custom_ops: index keys of other ranks
+            indexer_k_quant_and_cache
     vllm.config:
         CUDAGraphMode: when attention can be dense
             FULL
+    vllm.v1.attention.ops.pcp:
+        maybe_gather_indexer_k: index keys of other ranks
+            k slot_mapping num_decode_tokens use_pcp pcp_shard_decode_requests
     vllm.models.deepseek_v32:
         attention: exchanged function
             sparse_attn_indexer DeepseekV32Attention
@@ -393,6 +469,8 @@ DEEPSEEK_V4 = INDEXER + _rows(
 SURFACE = {
     "attention": ATTENTION,
     "deepseek_v4": DEEPSEEK_V4,
+    "host": HOST,
+    "host_attention": HOST,
     "indexer": INDEXER,
     "nvidia": NVIDIA,
     "projection": DEEPSEEK_V4,

@@ -24,6 +24,7 @@ from vllm.v1.worker.block_table import get_block_table_width
 from sparsemla import Serving, warm_up
 from sparsemla.backends.vllm.compressed import CompressedLayer, Pages
 from sparsemla.backends.vllm.divided import Division
+from sparsemla.backends.vllm.hosted import HostedLayer
 from sparsemla.backends.vllm.sharded import ShardedIndex
 from sparsemla.warmup import Sweep
 
@@ -31,7 +32,7 @@ LOGGER = init_logger("vllm.sparsemla")  # vLLM configures the loggers below its 
 PAGE_SIZE = 64
 
 
-Key: TypeAlias = Serving | CompressedLayer | ShardedIndex
+Key: TypeAlias = Serving | CompressedLayer | HostedLayer | ShardedIndex
 """What the layers of one kind may ask of the GPU."""
 
 
@@ -89,12 +90,12 @@ def register_layers(cls: type) -> None:
         JitWarmupRegistry.register(KERNELS, config, compressed_layers, (cls,))
 
 
-def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
+def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving | HostedLayer]:
     """The configuration of each attention layer."""
     for layer in config.compilation_config.static_forward_context.values():
         if type(getattr(layer, "impl", None)) is impl:
             cache = layer.impl.rows_on_gpu(layer.kv_cache)
-            yield Serving(
+            serving = Serving(
                 layer.impl.format,
                 num_heads=layer.impl.num_heads * layer.impl.dcp_world_size,
                 query_pitch=_query_pitch(layer.impl),
@@ -106,6 +107,8 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
                 page_stride=cache.stride(0),
                 **_limits(config),
             )
+            yield serving
+            yield from layer.impl.warm_up_more(serving)
 
 
 def _query_pitch(impl: Any) -> int | None:  # noqa: ANN401 - of the class above
@@ -161,8 +164,14 @@ def _most_pieces(config: VllmConfig) -> int:
     if parallel.tensor_parallel_size == 1 or parallel.decode_context_parallel_size > 1:
         return 0
     return Division.most_pieces(
-        config.scheduler_config.max_num_batched_tokens, config.scheduler_config.max_num_seqs
+        config.scheduler_config.max_num_batched_tokens, _most_requests(config)
     )
+
+
+def _most_requests(config: VllmConfig) -> int:
+    """Requests of a step; with prefill context parallelism a rank has two parts of each prefill."""
+    parts = 2 if config.parallel_config.prefill_context_parallel_size > 1 else 1
+    return config.scheduler_config.max_num_seqs * parts
 
 
 def _limits(config: VllmConfig) -> dict[str, Any]:
@@ -173,7 +182,7 @@ def _limits(config: VllmConfig) -> dict[str, Any]:
     blocks = cdiv(config.model_config.max_model_len, block_size * ranks)
     return {
         "max_tokens": config.scheduler_config.max_num_batched_tokens,
-        "max_requests": max(config.scheduler_config.max_num_seqs, *captured),
+        "max_requests": max(_most_requests(config), *captured),
         "max_query_len": max_decode_query_len(config),
         "max_seq_len": config.model_config.max_model_len,
         "page_size": PAGE_SIZE,
