@@ -377,7 +377,8 @@ def launches_of(path: str, only: str = "") -> list[tuple[str, str]]:
     """
     table = _table(path)
     targets = tuple(table.get("TARGETS", [target.name for target in TARGETS]))
-    in_turn = itertools.cycle([(name,) for name in table.get("IN_TURN", ())] or [()])
+    turns: list[tuple[str, ...]] = [(name,) for name in table.get("IN_TURN", ())]
+    in_turn = itertools.cycle(turns or [()])
     return [
         (launch, target)
         for launch, turn in zip(table["LAUNCHES"], in_turn, strict=False)
