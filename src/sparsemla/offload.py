@@ -518,11 +518,11 @@ class HotRows:
 
         Args:
             layer_idx: the layer; in a step, each leader is followed by all of its followers.
-            topk_indices: int32 ``[T, K]``, ascending positions in the request, -1 behind, as
-                :func:`sparsemla.indexer_topk` returns them. Not read for followers.
+            topk_indices: int32, int64 or uint32 ``[T, K]``, ascending positions in the request, -1
+                behind, as :func:`sparsemla.indexer_topk` returns them. Not read for followers.
             plan: of decodes only, with the page size of the host.
-            seats: int32 ``[B]``, the seat of each request, no two the same; requests of length 0
-                and those with a seat out of range select nothing.
+            seats: int32, int64 or uint32 ``[B]``, the seat of each request, no two the same;
+                requests of length 0 and those with a seat out of range select nothing.
             validate: read the integers, which waits for the device, and refuse lists that do not
                 ascend, seats that occur twice, and values out of range.
 

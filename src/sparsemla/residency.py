@@ -24,10 +24,10 @@ class RowTable:
     :func:`sparsemla.resolve_rows` writes it and :func:`sparsemla.forget_seats` empties seats.
 
     Args:
-        keys: int32 ``[seats, H]``, the positions whose rows a seat has, ascending; ``2**31 - 1``
-            behind them stands for rows that hold none.
-        rows: int32 ``[seats, H]``, the row of each key, a permutation of ``0 .. H - 1``.
-        order: int32 ``[seats, H]``, the rows from least to most recently used.
+        keys: int32 ``[seats, H]``, written by both: the positions whose rows a seat has, ascending;
+            ``2**31 - 1`` behind them stands for rows that hold none.
+        rows: int32 ``[seats, H]``, written: the row of each key, a permutation of ``0 .. H - 1``.
+        order: int32 ``[seats, H]``, written: the rows from least to most recently used.
 
     Raises:
         TypeError, ValueError: tensors of other kinds, dtypes, shapes, strides or devices, or more

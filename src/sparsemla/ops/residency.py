@@ -114,7 +114,7 @@ def resolve_rows(
         miss_slots, miss_rows: int32 ``[T, K]``, written.
         miss_counts, new_counts: int32 ``[T]``, written.
         workspace: uint8, at least :func:`resolve_workspace_size`; default a new one.
-        stats: int64 ``[2]``: hits and misses are added.
+        stats: int64 ``[2]``, written: hits and misses are added.
 
     Returns:
         Rows, their counts, and the rows to fetch, with slots of the large cache.
