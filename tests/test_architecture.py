@@ -105,7 +105,7 @@ LAYERS = {
         "dispatch",
         "ops",
     ),
-    "sparsemla.parallel": ("checks", "ops"),
+    "sparsemla.parallel": ("validation", "shards", "checks", "kernels.exchange", "ops"),
     "sparsemla.explanation": ("dispatch", "kernels.repeat", "ops"),
     "sparsemla.warmup": (
         "validation",
@@ -148,6 +148,7 @@ FAMILIES_BUILT_ON = {
     ("sparsemla.kernels.pool", "sparsemla.kernels.quant"),
     ("sparsemla.kernels.backward", "sparsemla.kernels.attention"),
     ("sparsemla.kernels.losses", "sparsemla.kernels.attention"),
+    ("sparsemla.kernels.exchange", "sparsemla.kernels.topk"),
 }
 ON_TOP = ("backends", "compat", "__main__")
 BELOW = (

@@ -172,6 +172,10 @@ def paged_mqa_arguments():
     }
 
 
+def exchange_sizes():
+    return {"max_tokens": 3, "max_candidates": 4, "group": one_rank(), "device": "cpu"}
+
+
 def one_rank():
     (group,) = processes.on_threads(1, lambda rank, group: group)
     return group
@@ -251,8 +255,23 @@ VALID = {
         "positions": torch.arange(12).view(3, 4),
         "topk": 2,
         "group": one_rank(),
+        "workspace": None,
         "out": torch.empty(3, 2, dtype=torch.int32),
     },
+    "sparsemla.exchange_rows": lambda: {
+        "scores": torch.zeros(3, 4),
+        "rows": torch.arange(4).int().expand(3, 4),
+        "topk": 2,
+        "shard": sparsemla.ContextShard(0, 1),
+        "workspace": sparsemla.ExchangeWorkspace(**exchange_sizes()),
+        "page_table": torch.zeros(3, 2, dtype=torch.int32),
+        "request_ids": torch.arange(3),
+        "page_size": 2,
+        "selected": torch.empty(3, 2, dtype=torch.int32),
+        "out": torch.empty(3, 1, 2, dtype=torch.int32),
+        "counts": torch.empty(3, 1, dtype=torch.int32),
+    },
+    "sparsemla.ExchangeWorkspace": lambda: exchange_sizes() | {"transport": "collective"},
     "sparsemla.exchange_states": lambda: {
         "outs": torch.zeros(2, 3, 4, 8).bfloat16(),
         "lses": torch.zeros(2, 3, 4),

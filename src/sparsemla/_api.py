@@ -26,7 +26,12 @@ from sparsemla.ops.lists import SharedLists
 from sparsemla.ops.prefill import prefill_workspace_rows
 from sparsemla.ops.projection import group_workspace_size, merge_workspace_size
 from sparsemla.ops.residency import Resolved, resolve_workspace_size
-from sparsemla.parallel import exchange_states, exchange_topk
+from sparsemla.parallel import (
+    ExchangeWorkspace,
+    exchange_rows,
+    exchange_states,
+    exchange_topk,
+)
 from sparsemla.plan import (
     Plan,
     PlanBuffers,
@@ -70,6 +75,7 @@ __all__ = [
     "CacheFormat",
     "ContextShard",
     "DecodeRunner",
+    "ExchangeWorkspace",
     "Explanation",
     "HeadWeight",
     "HostCache",
@@ -106,6 +112,7 @@ __all__ = [
     "dequantize_blocks",
     "e4m3_format",
     "entry_slots",
+    "exchange_rows",
     "exchange_states",
     "exchange_topk",
     "explain",

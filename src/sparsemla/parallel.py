@@ -6,23 +6,164 @@ selections of all ranks, and :func:`exchange_states` one attention of their part
 ranks must call both with equal shapes, because collectives of all ranks have to match.
 torch sends no tensors of its ``meta`` device, so :func:`sparsemla.warm_up` runs steps that call
 both.
+
+With an :class:`ExchangeWorkspace`, selections of ranks of one host are exchanged by one kernel, in
+memory that all of them write: :func:`exchange_rows` does all from scores to a rank's own slots.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
 
 from sparsemla.checks import FLOATS, Checker
-from sparsemla.ops import merge_states, merge_topk
+from sparsemla.kernels import exchange
+from sparsemla.kernels.exchange import ExchangeRows, Inboxes
+from sparsemla.kernels.exchange.arguments import MAX_CANDIDATES, SLOTS, inbox_width
+from sparsemla.ops import merge_states, merge_topk, own_positions, to_slots
+from sparsemla.shards import ContextShard
+from sparsemla.validation import INTEGERS, check_device
 
 ALIGNMENT = 64
 """Bytes: 16 elements of float32. Triton reads by vectors if strides are multiples of 16 elements;
 otherwise it also adds the parts in another order, to other bits."""
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""A file that tells hosts apart, also where containers of one host have names of their own."""
+Transport = Literal["symmetric", "collective"]
+
+
+class ExchangeWorkspace:
+    """Memory for the exchanges of a rank's selections, allocated once.
+
+    ``"symmetric"``: each rank has *inboxes* in memory that the other ranks' kernels write, torch's
+    symmetric memory. One launch sends a rank's candidates, waits for those of all ranks and merges.
+    It needs NVIDIA GPUs of one host that reach each other's memory, and no more than 16384
+    candidates of a token over all ranks. ``"collective"``: torch.distributed gathers them, with
+    any backend; its packets are allocated here.
+
+    All ranks of the group create a workspace together, with equal arguments, and exchange the same
+    tokens in the same order. A call waits, on the GPU, for the matching call of every other rank;
+    it starts no earlier than the rank's call before, so calls of one workspace belong on one stream
+    at a time. As with NCCL, exchanges of several workspaces or groups must be launched in one order
+    on all ranks. Calls in CUDA graphs and others mix freely: counters on the GPU number them.
+
+    Args:
+        max_tokens: most query tokens of a call.
+        max_candidates: most candidates of a token on a rank.
+        group: the ranks; default all.
+        device: of the tensors; default torch's.
+        transport: default ``"symmetric"`` where it is possible.
+
+    Attributes:
+        transport: how the ranks exchange.
+        refusal: why not by symmetric memory, or None.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind or size, or a symmetric transport that
+            is not possible, on all ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        max_candidates: int,
+        group: distributed.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        transport: Transport | None = None,
+    ) -> None:
+        check = Checker("ExchangeWorkspace")
+        check.positive("max_tokens", max_tokens)
+        check.positive("max_candidates", max_candidates)
+        _check_group(check, group)
+        if transport is not None:
+            check.choice("transport", transport, ("symmetric", "collective"))
+        self.max_tokens, self.max_candidates, self.group = max_tokens, max_candidates, group
+        self.num_ranks, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+        check_device("ExchangeWorkspace: device", device)
+        self.device = torch.empty(0, device=device).device
+        self.refusal: str | None = None
+        self.inboxes: Inboxes | None = None
+        if transport != "collective":
+            self.inboxes, self.refusal = self._connect()
+            if transport == "symmetric" and self.refusal is not None:
+                raise ValueError(f"ExchangeWorkspace: transport: {self.refusal}")
+        self.transport: Transport = "collective" if self.inboxes is None else "symmetric"
+        words = 0 if self.inboxes else (1 + self.num_ranks) * 2 * max_tokens * max_candidates
+        self._packets = torch.empty(words, dtype=torch.int32, device=self.device)
+
+    def packets(self, num_tokens: int, num_candidates: int) -> tuple[Tensor, Tensor]:
+        """Memory for the offers of one rank and of all, ``[2, T, N]`` and ``[2 R, T, N]``."""
+        size = num_tokens * num_candidates
+        used = self._packets[: 2 * size * (1 + self.num_ranks)].view(-1, num_tokens, num_candidates)
+        return used[:2], used[2:]
+
+    def _connect(self) -> tuple[Inboxes | None, str | None]:
+        """The inboxes of all ranks, or on every rank why there are none."""
+        width = inbox_width(self.max_candidates)
+        if self.device.type != "cuda" or torch.version.hip:
+            return None, f"symmetric memory needs NVIDIA GPUs, got {self.device.type}"
+        if width * self.num_ranks > MAX_CANDIDATES:
+            most = MAX_CANDIDATES // self.num_ranks
+            return None, (
+                f"{self.num_ranks} ranks exchange up to {most} candidates each through symmetric "
+                f"memory, and max_candidates {self.max_candidates} takes room for {width}"
+            )
+        gpu = str(torch.cuda.get_device_properties(self.device).uuid)
+        places = self._gather((BOOT_ID.read_text(encoding="ascii"), gpu))
+        if len({host for host, _ in places}) > 1:
+            return None, "symmetric memory needs GPUs of one host, and the ranks have several"
+        if len(set(places)) < self.num_ranks:
+            return None, "symmetric memory needs a GPU for each rank, and ranks share one"
+        shape = self.max_tokens, SLOTS, self.num_ranks, width
+        peers, problem = None, None
+        try:
+            peers = _symmetric_tensors(shape, self.group, self.device)
+        except RuntimeError as error:  # of drivers that do not map the memory of peers
+            problem = f"torch's symmetric memory: {str(error).splitlines()[0]}"
+        problems = [*filter(None, self._gather(problem))]
+        if peers is None or problems:
+            return None, problems[0]
+        # Each rank marks its inbox: they must be mapped in the order of ranks.
+        own = peers[self.rank]
+        own.fill_(self.rank)
+        self._gather(None)
+        found = [int(peer[-1, -1, -1, -1]) for peer in peers]
+        wrong = [*filter(None, self._gather(found != [*range(self.num_ranks)]))]
+        own.zero_()
+        torch.cuda.synchronize(self.device)
+        self._gather(None)
+        if wrong:
+            return None, "torch's symmetric memory maps other tensors than those of the ranks"
+        others = (*peers[self.rank + 1 :], *peers[: self.rank + 1])
+        epochs = torch.zeros(self.max_tokens, dtype=torch.int32, device=self.device)
+        return Inboxes(self.rank, others, epochs), None
+
+    def _gather(self, mine: object) -> list[Any]:
+        """An object of each rank, when the GPUs of all have done their work."""
+        torch.cuda.synchronize(self.device)
+        everyones: list[Any] = [None] * self.num_ranks
+        distributed.all_gather_object(everyones, mine, group=self.group)
+        return everyones
+
+
+def _symmetric_tensors(
+    shape: tuple[int, ...], group: distributed.ProcessGroup | None, device: torch.device
+) -> list[Tensor]:
+    """Zeros of int64 on each rank, which all ranks can write, in the order of ranks."""
+    from torch.distributed import _symmetric_memory as symmetric  # imports much
+
+    own = symmetric.empty(*shape, dtype=torch.int64, device=device)
+    handle = symmetric.rendezvous(own, group or distributed.distributed_c10d._get_default_group())
+    return [
+        own if rank == handle.rank else handle.get_buffer(rank, shape, torch.int64)
+        for rank in range(handle.world_size)
+    ]
 
 
 def exchange_topk(
@@ -31,6 +172,7 @@ def exchange_topk(
     topk: int,
     *,
     group: distributed.ProcessGroup | None = None,
+    workspace: ExchangeWorkspace | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """The exact ``topk`` best of the candidates of all ranks, on every rank.
@@ -47,8 +189,9 @@ def exchange_topk(
         values: float32 ``[T, N]``, scores of this rank's candidates; N is the same on all ranks.
         positions: int32, int64 or uint32 ``[T, N]``, their positions, below 2**31; a negative one
             marks an entry without a candidate.
-        topk: k, any positive number.
-        group: the ranks; default all.
+        topk: k, any positive number; up to 16384 with a symmetric workspace.
+        group: the ranks; default the workspace's, or all.
+        workspace: memory for the exchange; without it, packets are allocated and gathered.
         out: int32 ``[T, topk]``, written.
 
     Returns:
@@ -65,6 +208,20 @@ def exchange_topk(
     check.bind("K", topk)
     _check_group(check, group)
     out = check.output("out", out, "T K", torch.int32)
+    if workspace is not None:
+        _check_workspace(check, workspace, topk)
+        if group is not None and group is not workspace.group:
+            raise ValueError("exchange_topk: group must be the workspace's, got another one")
+        if workspace.inboxes is not None:
+            call = ExchangeRows(values, positions, topk, selected=out)
+            _launch(workspace.inboxes, call)
+            return out
+        group = workspace.group
+        offer, offers = workspace.packets(*values.shape)
+        offer[0].copy_(values.view(torch.int32))
+        offer[1].copy_(positions)
+        _all_gather(offers, offer, group)
+        return _merge_gathered(offers, topk, out)
     num_ranks = distributed.get_world_size(group)
 
     def all_gather(offer: Tensor) -> Tensor:
@@ -73,6 +230,115 @@ def exchange_topk(
         return offers
 
     return merge_offers(values, positions, topk, all_gather=all_gather, out=out)
+
+
+def exchange_rows(
+    scores: Tensor,
+    rows: Tensor,
+    topk: int,
+    *,
+    shard: ContextShard,
+    workspace: ExchangeWorkspace,
+    page_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    page_size: int | None = None,
+    selected: Tensor | None = None,
+    out: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A rank's entries of the selection of all ranks, from the rank's scores.
+
+    The results are those of these calls, and with a symmetric workspace one launch::
+
+        values = scores.gather(1, rows.clamp(min=0).long())
+        selected = exchange_topk(values, shard.positions(rows), topk, workspace=workspace)
+        out, counts = own_positions(selected, shard=shard)
+        out = to_slots(out.flatten(1), page_table, request_ids, page_size=page_size).view_as(out)
+
+    Args:
+        scores: float32 ``[T, C]``, of the rank's own keys.
+        rows: int32, int64 or uint32 ``[T, N]``, the columns of its best, as :func:`select_topk`
+            returns them: they ascend, and negative ones behind them are none.
+        topk: k, up to 16384.
+        shard: the rank's share of every context, with P parts.
+        workspace: of the ranks of ``shard``.
+        page_table: int32, int64 or uint32 ``[B, W]``, the rank's; with it, ``out`` are slots.
+        request_ids: int32, int64 or uint32 ``[T]``, the request of each token; with a page table.
+        page_size: tokens of a page; with a page table.
+        selected: int32 ``[T, topk]``, written: the selection of all ranks. Without it, a symmetric
+            exchange is faster.
+        out: int32 ``[T, P, topk]``, written.
+        counts: int32 ``[T, P]``, written.
+
+    Returns:
+        The rows or slots, -1 behind the last, and how many each list has.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
+    """
+    check = Checker("exchange_rows", gradients="all")
+    check.tensor("scores", scores, "T C", torch.float32)
+    rows = check.signed("rows", rows, "T N")
+    check.positive("topk", topk)
+    check.bind("K", topk)
+    check.kind("shard", shard, ContextShard)
+    _check_workspace(check, workspace, topk)
+    if (shard.rank, shard.num_ranks) != (workspace.rank, workspace.num_ranks):
+        raise ValueError(
+            f"exchange_rows: shard must be that of rank {workspace.rank} of {workspace.num_ranks}, "
+            f"the workspace's, got rank {shard.rank} of {shard.num_ranks}"
+        )
+    if page_table is None:
+        check.absent("request_ids", request_ids, "without page_table")
+        check.absent("page_size", page_size, "without page_table")
+    else:
+        page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
+        request_ids = check.tensor("request_ids", request_ids, "T", INTEGERS)
+        check.positive("page_size", page_size)
+    check.bind("P", len(shard.own_parts))
+    if selected is not None:
+        check.written("selected", selected, "T K", torch.int32)
+    out = check.output("out", out, "T P K", torch.int32)
+    counts = check.output("counts", counts, "T P", torch.int32)
+    if workspace.inboxes is not None:
+        pages = page_table, request_ids, page_size
+        call = ExchangeRows(scores, rows, topk, shard, *pages, selected, out, counts)
+        _launch(workspace.inboxes, call)
+        return out, counts
+    values = scores.gather(1, rows.clamp(min=0).long())
+    positions = shard.positions(rows)
+    selected = exchange_topk(values, positions, topk, workspace=workspace, out=selected)
+    own_positions(selected, shard=shard, out=out, counts=counts)
+    if page_table is not None and request_ids is not None and page_size is not None:
+        for part in out.unbind(1):
+            to_slots(part, page_table, request_ids, page_size=page_size, out=part)
+    return out, counts
+
+
+def _launch(inboxes: Inboxes, call: ExchangeRows) -> None:
+    """Launch an exchange on the GPU of its tensors."""
+    device = call.values.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            exchange.triton.exchange_rows(inboxes, call)
+    else:
+        exchange.triton.exchange_rows(inboxes, call)
+
+
+def _check_workspace(check: Checker, workspace: ExchangeWorkspace, topk: int) -> None:
+    """Check that a workspace has room for the T tokens and N candidates of a call."""
+    check.kind("workspace", workspace, ExchangeWorkspace)
+    tokens, candidates = check.dims["T"], check.dims["N"]
+    if tokens > workspace.max_tokens or candidates > workspace.max_candidates:
+        raise ValueError(
+            f"{check.op}: workspace must have room for {tokens} tokens with {candidates} "
+            f"candidates, got max_tokens {workspace.max_tokens} and max_candidates "
+            f"{workspace.max_candidates}"
+        )
+    if workspace.device != check.device:
+        raise ValueError(f"{check.op}: workspace must be on {check.device}, got {workspace.device}")
+    if workspace.inboxes is not None:
+        check.positive("topk", topk, MAX_CANDIDATES + 1)
 
 
 def merge_offers(
@@ -93,7 +359,12 @@ def merge_offers(
         out: int32 ``[T, topk]``, written.
     """
     offer = torch.stack([values.view(torch.int32), positions.int()])
-    offers = all_gather(offer).unflatten(0, (-1, 2))
+    return _merge_gathered(all_gather(offer), topk, out)
+
+
+def _merge_gathered(offers: Tensor, topk: int, out: Tensor) -> Tensor:
+    """The best of the offers of all ranks, ``[2 R, T, N]``: scores and positions in turn."""
+    offers = offers.unflatten(0, (-1, 2))
     return merge_topk(offers[:, 0].view(torch.float32), offers[:, 1], topk=topk, out=out)
 
 

@@ -869,6 +869,33 @@ def launch(
     )
 
 
+@triton.jit
+def threshold_of_best(key, ids, live, k):
+    """The key and the cut of ids that the best k live candidates reach, see :func:`is_best`.
+
+    ``ids`` are distinct and not negative. All live candidates reach them if there are at most k.
+    """
+    count = tl.sum(live.to(tl.int32), 0)
+    lowest = tl.full([], DEAD_KEY, tl.int32)
+    threshold = lowest
+    cut = lowest
+    if count > k:
+        highest = tl.full([], END_KEY, tl.int32)
+        threshold, count, above = _search_threshold(key, lowest, highest, count, k, k)
+        if count > k:  # among equal values, the lowest ids
+            rank = tl.where(key == threshold, -1 - ids, DEAD_KEY).to(tl.int32)
+            cut, _, _ = _search_threshold(
+                rank, lowest, lowest * 0, count - above, k - above, k - above
+            )
+    return threshold, cut
+
+
+@triton.jit
+def is_best(key, ids, live, threshold, cut):
+    """Whether live candidates exceed a threshold, or equal it and have an id up to the cut."""
+    return live & ((key > threshold) | ((key == threshold) & (-1 - ids >= cut)))
+
+
 @triton.jit(do_not_specialize=["num_candidates", "k", "stride_part", "stride_row", "stride_out"])
 def _merge_kernel(
     values,
@@ -895,22 +922,8 @@ def _merge_kernel(
     live = ids >= 0
     x = tl.load(values + row * stride_row + part * stride_part + j % width, mask=live, other=0.0)
     key = tl.where(live, keys_of(x.to(tl.float32)), DEAD_KEY)
-    count = tl.sum(live.to(tl.int32), 0)
-    lowest = tl.full([], DEAD_KEY, tl.int32)
-    highest = tl.full([], END_KEY, tl.int32)
-    over = live
-    equal = key < lowest  # none
-    if count > k:
-        threshold, count, above = _search_threshold(key, lowest, highest, count, k, k)
-        over = key > threshold
-        equal = key == threshold
-        if count > k:  # among equal values, the lowest ids
-            rank = tl.where(equal, -1 - ids, DEAD_KEY).to(tl.int32)
-            cut, _, _ = _search_threshold(
-                rank, lowest, lowest * 0, count - above, k - above, k - above
-            )
-            equal &= rank >= cut
-    chosen = (over | equal).to(tl.int32)
+    threshold, cut = threshold_of_best(key, ids, live, k)
+    chosen = is_best(key, ids, live, threshold, cut).to(tl.int32)
     out += row * stride_out
     place = tl.cumsum(chosen, 0) - chosen
     tl.store(out + place, ids.to(tl.int32), mask=(chosen != 0) & (place < k))
