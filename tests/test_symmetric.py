@@ -26,18 +26,34 @@ from test_parallel import scores_of
 
 pytest.importorskip("triton")
 
+from triton.runtime import interpreter
+
 from sparsemla.kernels.exchange import Inboxes
 from sparsemla.kernels.exchange.arguments import SLOTS, inbox_width
 from sparsemla_lab.testing.interpreter import portable
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-TOKENS, CANDIDATES, PAGE_SIZE = 6, 20, 4
+TOKENS, CANDIDATES, PAGE_SIZE = 3, 20, 4
+
+
+def delay_loads(delays):
+    """Let the kernels of this process pause at some of their loads, so that ranks drift apart."""
+    builder = interpreter.InterpreterBuilder
+    load = builder.create_masked_load
+
+    def late(self, *arguments):
+        if delays.random() < 0.03:
+            time.sleep(0.03 * delays.random())
+        return load(self, *arguments)
+
+    builder.create_masked_load = late
 
 
 def connected(rank, num_ranks, folder):
     """A rank's workspace whose inboxes are files."""
     portable.repair()
+    delay_loads(random.Random(rank))
     options = {"max_tokens": TOKENS, "max_candidates": CANDIDATES, "device": "cpu"}
     workspace = ExchangeWorkspace(**options)
     assert (workspace.transport, workspace.inboxes) == ("collective", None)
@@ -55,8 +71,8 @@ def connected(rank, num_ranks, folder):
 
 
 def exchanged(rank, num_ranks, folder, steps):
-    """Exchange other rows in each step, after a random delay, by both transports."""
-    delays, draw = random.Random(rank), Draw(80)
+    """Exchange other rows in each step, by both transports."""
+    draw = Draw(80)
     symmetric, collective = connected(rank, num_ranks, folder)
     for step in range(steps):
         interleave, parts = ((1, None), (4, 2 * num_ranks), (3, None))[step % 3]
@@ -84,11 +100,9 @@ def exchanged(rank, num_ranks, folder, steps):
         own_rows, own_counts = own_positions(expected, shard=shard)
         slots = to_slots(own_rows.flatten(1), **pages).view_as(own_rows)
 
-        time.sleep(0.01 * delays.random())
         selected = exchange_topk(values, shard.positions(rows), topk, workspace=symmetric)
         assert_equal("selection", selected, expected)
         for workspace, options in itertools.product((symmetric, collective), ({}, pages)):
-            time.sleep(0.01 * delays.random())
             selected.fill_(7)
             out, counts = (torch.full_like(x, 7) for x in (own_rows, own_counts))
             given = {"selected": selected} if step % 2 else {}
@@ -113,8 +127,102 @@ def exchanged(rank, num_ranks, folder, steps):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_ranks_exchange_through_memory_as_by_collectives(tmp_path, num_ranks):
-    steps = 12
+    steps = 6
     epochs = processes.on_ranks(num_ranks, tmp_path, "cpu", exchanged, num_ranks, tmp_path, steps)
     calls = torch.tensor([sum(3 for s in range(steps) if s % TOKENS >= t) for t in range(TOKENS)])
     for each in epochs:
         assert_equal("epochs", each.long(), calls % 4)
+
+
+def test_a_workspace_refuses_calls_of_other_sizes():
+    def refuse(rank, group):
+        with pytest.raises(
+            ValueError, match="transport: symmetric memory needs NVIDIA GPUs, got c"
+        ):
+            ExchangeWorkspace(
+                max_tokens=2, max_candidates=4, group=group, device="cpu", transport="symmetric"
+            )
+        workspace = ExchangeWorkspace(max_tokens=2, max_candidates=4, group=group, device="cpu")
+        assert workspace.refusal == "symmetric memory needs NVIDIA GPUs, got cpu"
+
+        def exchange(tokens, candidates, num_ranks=2):
+            shard = ContextShard(rank, num_ranks)
+            scores, rows = torch.zeros(tokens, 9), torch.arange(candidates).expand(tokens, -1)
+            exchange_rows(scores, rows, 3, shard=shard, workspace=workspace)
+
+        exchange(2, 4)
+        for tokens, candidates in ((3, 4), (2, 5)):
+            room = f"room for {tokens} tokens with {candidates} candidates, got max_tokens 2 and"
+            with pytest.raises(ValueError, match=f"exchange_rows: workspace must have {room}"):
+                exchange(tokens, candidates)
+        with pytest.raises(ValueError, match=rf"shard must be that of rank {rank} of 2, .* of 3"):
+            exchange(2, 4, 3)
+        other = torch.distributed.ProcessGroup(rank, 2)
+        values = torch.zeros(2, 4)
+        with pytest.raises(ValueError, match="group must be the workspace's, got another one"):
+            exchange_topk(values, values.int(), 3, workspace=workspace, group=other)
+
+    processes.on_threads(2, refuse)
+
+
+class Stuck(Exception):
+    """All ranks wait, and nothing is on its way."""
+
+
+def ranks_that_exchange(num_slots, seed, num_ranks=3, num_words=2, exchanges=30):
+    """A model of the protocol: accesses to memory in a random order of ranks, some much slower.
+
+    A word that is written arrives at a random time, but not before an older one of its address.
+
+    Raises:
+        Stuck: the exchange does not end.
+        AssertionError: a rank takes a word of another exchange.
+    """
+    chance = random.Random(seed)
+    memory = {}
+    on_the_way = []
+
+    def rank_of(rank):
+        for exchange in range(exchanges):
+            slot, phase = exchange % num_slots, 1 - exchange // num_slots % 2
+            words = [*itertools.product(range(num_ranks), range(num_words))]
+            for peer, word in chance.sample(words, len(words)):
+                on_the_way.append(((peer, slot, rank, word), (phase, exchange)))
+                yield True
+            for source, word in chance.sample(words, len(words)):
+                while (found := memory.get((rank, slot, source, word), (0, None)))[0] != phase:
+                    yield False
+                assert found[1] == exchange
+                yield True
+
+    running = [rank_of(rank) for rank in range(num_ranks)]
+    idle = 0
+    while running:
+        if chance.random() < 0.05:
+            weights = [chance.choice((1, 1, 30)) for _ in range(num_ranks)]
+        elif not idle:
+            weights = [1] * num_ranks
+        if on_the_way and chance.random() < 0.5:
+            address = chance.choice(on_the_way)[0]
+            arriving = next(each for each in on_the_way if each[0] == address)
+            on_the_way.remove(arriving)
+            memory[address] = arriving[1]
+            idle = 0
+        rank = chance.choices(running, weights[: len(running)])[0]
+        try:
+            idle = 0 if next(rank) else idle + 1
+        except StopIteration:
+            running.remove(rank)
+        if idle > 1000 * num_ranks and not on_the_way:
+            raise Stuck
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_two_buffers_are_enough_for_ranks_of_any_speed(seed):
+    ranks_that_exchange(SLOTS, seed)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_single_buffer_is_overwritten_before_it_is_read(seed):
+    with pytest.raises(Stuck):
+        ranks_that_exchange(1, seed)

@@ -83,12 +83,16 @@ class ExchangeWorkspace:
         _check_group(check, group)
         if transport is not None:
             check.choice("transport", transport, ("symmetric", "collective"))
-        self.max_tokens, self.max_candidates, self.group = max_tokens, max_candidates, group
-        self.num_ranks, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+        ranks = distributed.group.WORLD if group is None else group
+        if ranks is None:
+            raise ValueError("ExchangeWorkspace: group must be given before init_process_group")
+        self.max_tokens, self.max_candidates, self.group = max_tokens, max_candidates, ranks
+        self.num_ranks, self.rank = ranks.size(), ranks.rank()
         check_device("ExchangeWorkspace: device", device)
         self.device = torch.empty(0, device=device).device
         self.refusal: str | None = None
         self.inboxes: Inboxes | None = None
+        self._memory: object = None  # that of the peers is mapped while this lives
         if transport != "collective":
             self.inboxes, self.refusal = self._connect()
             if transport == "symmetric" and self.refusal is not None:
@@ -100,7 +104,8 @@ class ExchangeWorkspace:
     def packets(self, num_tokens: int, num_candidates: int) -> tuple[Tensor, Tensor]:
         """Memory for the offers of one rank and of all, ``[2, T, N]`` and ``[2 R, T, N]``."""
         size = num_tokens * num_candidates
-        used = self._packets[: 2 * size * (1 + self.num_ranks)].view(-1, num_tokens, num_candidates)
+        count = 2 * (1 + self.num_ranks)
+        used = self._packets[: count * size].view(count, num_tokens, num_candidates)
         return used[:2], used[2:]
 
     def _connect(self) -> tuple[Inboxes | None, str | None]:
@@ -123,7 +128,7 @@ class ExchangeWorkspace:
         shape = self.max_tokens, SLOTS, self.num_ranks, width
         peers, problem = None, None
         try:
-            peers = _symmetric_tensors(shape, self.group, self.device)
+            self._memory, peers = _symmetric_tensors(shape, self.group, self.device)
         except RuntimeError as error:  # of drivers that do not map the memory of peers
             problem = f"torch's symmetric memory: {str(error).splitlines()[0]}"
         problems = [*filter(None, self._gather(problem))]
@@ -153,17 +158,18 @@ class ExchangeWorkspace:
 
 
 def _symmetric_tensors(
-    shape: tuple[int, ...], group: distributed.ProcessGroup | None, device: torch.device
-) -> list[Tensor]:
-    """Zeros of int64 on each rank, which all ranks can write, in the order of ranks."""
+    shape: tuple[int, ...], group: distributed.ProcessGroup, device: torch.device
+) -> tuple[object, list[Tensor]]:
+    """int64 tensors of all ranks, which each rank can write, and the owner of their mappings."""
     from torch.distributed import _symmetric_memory as symmetric  # imports much
 
     own = symmetric.empty(*shape, dtype=torch.int64, device=device)
-    handle = symmetric.rendezvous(own, group or distributed.distributed_c10d._get_default_group())
-    return [
+    handle = symmetric.rendezvous(own, group)
+    tensors = [
         own if rank == handle.rank else handle.get_buffer(rank, shape, torch.int64)
         for rank in range(handle.world_size)
     ]
+    return handle, tensors
 
 
 def exchange_topk(
