@@ -66,7 +66,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
     ids=["sparse_decode", "dense_decode"],
 )
 def test_tile_of_warpgroup_products(op, make, monkeypatch):
-    monkeypatch.setattr(decode, "choose_tile", lambda *_: Tile(64, 32, 8, 3, branch=True))
+    monkeypatch.setattr(decode, "choose_tile", lambda *_, **__: Tile(64, 32, 8, 3, branch=True))
     check("triton", DEVICE, op, Case("", make))
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("extra_topk", [0, 20])
 def test_tile_of_warpgroup_products_in_streams_that_may_be_empty(topk, extra_topk, monkeypatch):
     """It takes a step in each stream, even in an empty one."""
-    monkeypatch.setattr(prefill, "choose_tile", lambda *_: Tile(64, 32, 8, 3, branch=True))
+    monkeypatch.setattr(prefill, "choose_tile", lambda *_, **__: Tile(64, 32, 8, 3, branch=True))
 
     def make(draw):
         case = sparse_prefill_case(draw, num_tokens=2, num_heads=2, topk=topk, with_sink=True)

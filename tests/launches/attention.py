@@ -9,6 +9,7 @@ from sparsemla import (
     FP8_584,
     FP8_DS_MLA,
     PagedCache,
+    bf16_format,
     dispatch,
     e4m3_format,
 )
@@ -68,10 +69,10 @@ def dense_prefill(head_dim=192, value_dim=128, dtype=torch.bfloat16):
     return launch
 
 
-def sparse_decode(fmt, num_heads, extra=None, num_splits=1, apart=False):
+def sparse_decode(fmt, num_heads, extra=None, num_splits=1, apart=False, dtype=torch.bfloat16):
     def launch():
         dispatch.load("sparse_decode", "triton")(
-            q=meta(64, 2, num_heads, 512 if apart else fmt.head_dim),
+            q=meta(64, 2, num_heads, 512 if apart else fmt.head_dim, dtype=dtype),
             q_rope=meta(64, 2, num_heads, 192)[..., 128:] if apart else None,
             cache=pages(fmt),
             topk_indices=meta(64, 2, 2048, dtype=torch.int32),
@@ -82,7 +83,7 @@ def sparse_decode(fmt, num_heads, extra=None, num_splits=1, apart=False):
             extra_topk_lengths=None if extra is None else meta(64, 2, dtype=torch.int32),
             splits=Splits(num_splits),
             workspace=meta(1 << 28, dtype=torch.uint8),
-            **state(64, 2, num_heads),
+            **state(64, 2, num_heads, dtype=dtype),
         )
 
     return launch
@@ -117,6 +118,9 @@ LAUNCHES = {
         e4m3_format(scale_block=32), 16, num_splits=4, apart=True
     ),
     "decode fp8_584 h64 extra": sparse_decode(FP8_584, 64, FP8_584),
+    # Queries that are converted, and rows of two kinds, take the most shared memory.
+    "decode fp8_ds_mla h2 f32": sparse_decode(FP8_DS_MLA, 2, dtype=torch.float32),
+    "decode bf16_512 h64 extra fp8_584": sparse_decode(bf16_format(512), 64, FP8_584),
     "decode fp8_528 h64": sparse_decode(FP8_528, 64),
     "decode fp4_288 h64": sparse_decode(FP4_288, 64),
     "dense decode bf16 h128 s2": dense_decode(BF16_576, 128, 2),

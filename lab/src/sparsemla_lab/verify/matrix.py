@@ -1140,15 +1140,19 @@ def _sparse_prefill() -> list[Case]:
         Case("extra stream without lengths", build(_extra_without_lengths)),
         Case("lengths beyond the selection", build(_long_prefill_lengths)),
         Case("extra stream, rows", build(_extra_rows, num_heads=64)),
-        Case(
-            "extra stream, float32",
-            build(
-                cases.paged_prefill_case,
-                format=BF16_512,
-                extra=(FP8_584, 300, 64, 7),
-                dtype=torch.float32,
-                **both,
-            ),
+        *(
+            Case(
+                f"extra stream, {heads} heads, {str(dtype)[6:]}",
+                build(
+                    cases.paged_prefill_case,
+                    format=BF16_512,
+                    num_heads=heads,
+                    extra=(FP8_584, 300, 64, 7),
+                    dtype=dtype,
+                    **both,
+                ),
+            )
+            for heads, dtype in ((4, torch.float32), (64, torch.bfloat16))
         ),
         *_exact_scales(_prefill_from_cache, batch=9, topk=200, with_lengths=True),
         Case("exact scales, one key", build(_one_key, _prefill_from_cache)),
@@ -1742,6 +1746,12 @@ def _decode_in_splits() -> list[Case]:
                 (FP8_584, ("second",)),
                 (BF16_512, ("first", "second")),
             )
+        ),
+        Case(
+            "rows of bfloat16, extra stream of FP8, 40 heads",
+            build(
+                make, format=BF16_512, num_heads=40, topk=70, extra=(FP8_584, 90, 50, 2), **both
+            ),
         ),
         *(
             Case(

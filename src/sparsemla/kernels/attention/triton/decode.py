@@ -185,7 +185,7 @@ def sparse_decode(call: SparseDecode) -> None:
         extra_strides = call.extra_topk_indices.stride()[:2]
         extra_topk = call.extra_topk_indices.shape[2]
     num_splits = splits_of_sparse(call).num_splits
-    tile = choose_tile(num_heads, layout, q.dtype, q.device)
+    tile = choose_tile(num_heads, layout, q.dtype, q.device, extra=extra_layout)
     num_programs = batch * query_len * cdiv(num_heads, tile.block_m) * num_splits
     if num_programs == 0:
         return

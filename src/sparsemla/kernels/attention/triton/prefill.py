@@ -182,7 +182,8 @@ def _launch(call: SparsePrefill, rows: Rows, layout: Layout) -> None:
     exact = dtype == torch.float32
     tile = FLOAT32_TILE
     if not exact:
-        tile = choose_tile(num_heads, layout, q.dtype, q.device, token_mask is not None)
+        masked = token_mask is not None
+        tile = choose_tile(num_heads, layout, q.dtype, q.device, masked, extra_layout)
     num_programs = num_tokens * cdiv(num_heads, tile.block_m)
     if num_programs == 0:
         return

@@ -52,13 +52,16 @@ def choose_tile(
     query_dtype: torch.dtype,
     device: torch.device,
     token_mask: bool = False,
+    extra: Layout | None = None,
 ) -> Tile:
     """The tile for ``rows`` query rows that share keys. It does not depend on the batch size.
 
-    With ``token_mask``, more loads are under way, which take a second tile of keys.
+    With ``token_mask``, more loads are under way, which take a second tile of keys. ``extra``: the
+    layout of a second stream's rows.
     """
     row_bytes = 2 * (layout.value_block + layout.rest_block)
-    mixed = 0 < layout.fp8_dim < layout.value_dim
+    layouts = (layout,) if extra is None else (layout, extra)
+    mixed = any(0 < x.fp8_dim < x.value_dim for x in layouts)
     if is_hopper(device) and rows > 16 and query_dtype == torch.bfloat16:
         # Warpgroup MMAs read 64 query rows, and keys, from shared memory: one tile of keys is
         # read while the next arrives. The remaining shared memory holds P and slots.
@@ -67,16 +70,20 @@ def choose_tile(
             return Tile(64, block_n, 8, 3, branch=True)
     if torch.version.hip:
         return Tile(16, 16, 8 if layout.fp8_dim else 4, 3)
-    if layout.fp8_dim == 0 and query_dtype == torch.bfloat16 and not token_mask:
+    if all(x.fp8_dim == 0 for x in layouts) and query_dtype == torch.bfloat16 and not token_mask:
         # O of 32 rows takes 128 registers of a thread. Shared memory holds Q, keys and P; it is
         # better filled by one tile of 64 keys than by two of 32: 128 tokens of 128 heads take
         # 365 us, 474 with 32 keys, 660 with 16 rows (an H100 as sm_80).
         block_m = 32 if rows > 16 else 16
         wide = (block_m + 64) * row_bytes + 6144 <= describe(device).max_shared
         return Tile(block_m, 64 if wide else 32, 4, 2)
-    # Joining both parts of a value takes shared memory, too.
-    room = describe(device).max_shared - 40960 if mixed else SMALL_SHARED - 16384
-    return Tile(16, 32 if 2 * 32 * row_bytes <= room else 16, 4, 3)
+    # Joining both parts of a value takes shared memory, too. So do loads of rows of two kinds, and
+    # a copy of queries that become bfloat16.
+    one_kind = len({(x.fp8_dim, x.is_fp4) for x in layouts}) == 1
+    plain = one_kind and query_dtype == torch.bfloat16
+    room = describe(device).max_shared - 40960 if mixed or not plain else SMALL_SHARED - 16384
+    block_n = 32 if 2 * 32 * row_bytes <= room else 16
+    return Tile(16, block_n, 4, 3 if one_kind or query_dtype == torch.bfloat16 else 1)
 
 
 @triton.jit
