@@ -436,9 +436,17 @@ def test_a_workspace_holds_at_least_one_request():
         workspace_rows([1], [1, 2])
 
 
-@pytest.mark.parametrize("gpu", ["sm_80", "sm_100", "gfx942"])
-def test_unmeasured_gpus_read_in_place(gpu):
-    assert workspace_rows([4096], [32768], gpu=gpu) is None
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_89"])
+def test_older_gpus_convert_first_too(gpu):
+    for num_heads in (16, 64, 128):
+        assert workspace_rows([2048], [32768], num_heads, gpu=gpu) == 32768
+        assert workspace_rows([64], [131072], num_heads, gpu=gpu) is None
+    assert workspace_rows([2048], [1 << 20], gpu=gpu) == 1 << 20
+    assert workspace_rows([2048], [1 << 20], 64, gpu=gpu) is None
+
+
+def test_unmeasured_gpus_read_in_place():
+    assert workspace_rows([4096], [32768], gpu="gfx942") is None
     assert prefill_workspace_rows(
         [4096], [32768], cache_format=FP8_DS_MLA, num_heads=128, topk=2048, device="cpu"
     ) is None  # fmt: skip

@@ -202,10 +202,10 @@ def prefill_workspace_rows(
 
     Without a workspace, each token dequantises every row that it selects. Many tokens finish
     earlier if :func:`gather_dequant` converts the contexts of their requests once and attention
-    reads the workspace; a few tokens of long requests finish earlier without one. Measurements
-    on Hopper decide; other GPUs were not measured. Pass the result to :func:`plan_batch` as
-    ``workspace_rows``: its chunks then fit the workspace. A workspace takes ``2 * head_dim`` bytes
-    per row, and all layers share it.
+    reads the workspace; a few tokens of long requests finish earlier without one. Measurements of
+    the ``sm90`` and ``sm80`` tiers decide; elsewhere the result is None. Pass it to
+    :func:`plan_batch` as ``workspace_rows``: its chunks then fit the workspace. A workspace takes
+    ``2 * head_dim`` bytes per row, and all layers share it.
 
     Args:
         query_lens: ``[P]`` host integers, new tokens of each prefill.

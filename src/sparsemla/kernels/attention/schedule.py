@@ -188,7 +188,7 @@ def has_large_tiles(device: torch.device) -> bool:
 
 
 def refused_format(fmt: CacheFormat) -> str | None:
-    """Why the Hopper kernels refuse a format, or None."""
+    """Why the kernels in Gluon refuse a format, or None."""
     if fmt.value_dim != 512 or fmt.head_dim not in (512, 576):
         return f"needs 512 or 576 dims with 512 of value, got {fmt.name}"
     if fmt.fp8_dim and fmt.scale_block not in (0, 64, 128, fmt.head_dim):
@@ -218,12 +218,14 @@ def _fastest(
     return best
 
 
-ROWS_PER_KEY = ((64, 0.09), (math.inf, 0.25))
+ROWS_PER_KEY = {
+    "sm90": ((64, 0.09), (math.inf, 0.25)),
+    "sm80": ((32, 0.1), (64, 0.2), (math.inf, 0.4)),
+}
 """For up to this many heads, the largest ratio of converted rows to selected keys at which prefill
 over bfloat16 rows is faster, conversion included. Measured on an H200; see
-docs/kernels/attention-fp8.md."""
-TILES_AT_ONCE = 132
-"""Tiles of 64 heads that an H200 runs at once, one per multiprocessor; fewer take as long."""
+docs/kernels/attention-fp8.md and docs/kernels/attention-ampere.md. The ratios of ``sm80`` are half
+of those measured, as other GPUs have less bandwidth for their MMAs."""
 LAUNCH_ROWS = 12288
 """Number of rows converted in the time of the conversion's launch."""
 
@@ -240,7 +242,7 @@ def converts_first(
 
     Args:
         format: the cache's format.
-        device: device of the op; only Hopper's kernels were measured.
+        device: device of the op.
         num_heads: query heads.
         num_tokens: query tokens.
         num_keys: selected keys of all tokens together.
@@ -257,10 +259,12 @@ def converts_first(
     False
     True
     """
-    refused = TIERS["sm90"](describe(device)) or refused_format(format)
-    if refused or not format.fp8_dim or num_rows == 0:
+    found = describe(device)
+    tier = next((tier for tier in ROWS_PER_KEY if TIERS[tier](found) is None), None)
+    if tier is None or refused_format(format) or not format.fp8_dim or num_rows == 0:
         return False
-    per_key = next(rows for heads, rows in ROWS_PER_KEY if num_heads <= heads)
-    at_once = max(TILES_AT_ONCE // max(-(-num_heads // 64), 1), 1)
+    per_key = next(rows for heads, rows in ROWS_PER_KEY[tier] if num_heads <= heads)
+    # Tiles of 64 heads run at once, one per multiprocessor; fewer take as long.
+    at_once = max(found.multiprocessors // max(-(-num_heads // 64), 1), 1)
     counted = -(-num_tokens // at_once) * at_once
     return (num_rows + LAUNCH_ROWS) * num_tokens <= per_key * num_keys * counted
