@@ -664,6 +664,8 @@ def _attend(
         extra = Keys(extra_rows, extra_entries, first_tile * BLOCK_N, extra_end, num_extra)
         total += num_extra
 
+    # First: queries arrive while the copies wait for their slots.
+    ahead = load_ahead(keys, extra, 0, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
     q = ()
     for part in gl.static_range(4):
         q = q + (
@@ -709,7 +711,6 @@ def _attend(
         p1 = p0
     alpha_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], ALPHA)
 
-    ahead = load_ahead(keys, extra, 0, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
     copy_ahead(ahead, keys, extra, 0, kv0, rope0, L, EXTRA, T)
     if L.fp8_dim > 0:
         dequantize_ahead(ahead, keys, extra, 0, kv0, L, EXTRA, NATIVE, T)

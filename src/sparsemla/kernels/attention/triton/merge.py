@@ -132,6 +132,7 @@ def launch_merge(
     num_rows = batch * num_tokens * num_heads
     block = min(next_power_of_2(max(value_dim, 1)), 128 if num_rows <= 1024 else 256)
     blocks = max(cdiv(value_dim, block), 1)  # without dims there is an LSE
+    parts = min(next_power_of_2(max(num_parts, 1)), 64)  # one step: each waits for its loads
     _merge[(num_rows * blocks,)](
         outs,
         *outs.stride()[:4],
@@ -148,8 +149,8 @@ def launch_merge(
         V=value_dim,
         BLOCK=block,
         BLOCKS=blocks,
-        PARTS=min(next_power_of_2(max(num_parts, 1)), 16),
-        num_warps=max(block // 128, 1),
+        PARTS=parts,
+        num_warps=max(block // 128, block * parts // 2048, 1),
     )
 
 
