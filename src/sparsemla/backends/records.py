@@ -273,7 +273,7 @@ def record_bytes(
     return b"".join([head, text, *(data for _, (_, data) in sorted(layers.items()))])
 
 
-def encode_lists(parts: Iterable[tuple[np.ndarray, int]]) -> bytes:
+def encode_lists(parts: Iterable[tuple[np.ndarray, int]], *, whole: range = range(0)) -> bytes:
     """Lists of consecutive tokens as bytes, by parts that stay in a CPU's cache.
 
     First come the numbers of entries, then the gaps before entries, then those that are large.
@@ -281,8 +281,9 @@ def encode_lists(parts: Iterable[tuple[np.ndarray, int]]) -> bytes:
     Args:
         parts: int32 or int64 ``[n, K]``, strictly ascending positions, then -1, and the position of
             the first of these tokens.
+        whole: positions of tokens before these that select all that they see.
     """
-    counts, gaps, large = [], [], []
+    counts, gaps, large = [np.arange(whole.start + 1, whole.stop + 1, dtype="<i4")], [], []
     for part, first in parts:
         valid = part >= 0
         counts.append(valid.sum(1, dtype="<i4"))
