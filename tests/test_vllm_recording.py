@@ -4,7 +4,9 @@ Blocks, requests, prefix hits and preemptions are those of vLLM's own scheduler.
 """
 
 import importlib.util
+import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,32 +17,55 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
 
-from vllm.config import KVTransferConfig, ParallelConfig, SpeculativeConfig
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from vllm.config import (
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.attention.backends.mla import index_group
+from vllm.v1.core.sched.output import SchedulerOutput
 
+from sparsemla.backends.recorder import BLOCK
 from sparsemla.backends.records import read_record
-from sparsemla.backends.vllm import indexer, nvidia
+from sparsemla.backends.transformers import enable
+from sparsemla.backends.vllm import indexer, nvidia, recording, register, settings
+from sparsemla.backends.vllm import recorded as selected
+from sparsemla.backends.vllm.recorded import recorded_layers
+from sparsemla_lab.testing.cases import Draw
 from test_vllm import (
+    CONFIG,
+    MAX_TOKENS,
     ON_CPU,
     TOPK,
+    Batch,
+    InOrder,
     absorb,
     build_model,  # noqa: F401 - fixtures
+    config,  # noqa: F401
+    engine_config,
     heads_of,
     model_config,  # noqa: F401
     one_rank,  # noqa: F401
     plain_vllm,  # noqa: F401
     published,
+    selecting,
 )
-from test_vllm_host import Engine, prompts, without_a_gpu  # noqa: F401
+from test_vllm_host import Engine, planned, prompts, without_a_gpu  # noqa: F401
 
 
-def connector(folder, **extra):
+def connector(records, **extra):
     return KVTransferConfig(
         kv_connector="RecordsConnector",
         kv_connector_module_path="sparsemla.backends.vllm.recording",
         kv_role="kv_both",
         kv_buffer_device="cpu",
-        kv_connector_extra_config={"folder": str(folder), "model": "small", "host_gib": 1} | extra,
+        kv_connector_extra_config={"folder": str(records), "model": "small", "host_gib": 1} | extra,
     )
 
 
@@ -52,7 +77,7 @@ class Recorded(Engine):
 
     def __init__(self, *args, monkeypatch):
         super().__init__(*args)
-        self.lists, self.selected, self.answers = {}, {}, {}
+        self.lists, self.selected, self.hidden, self.answers = {}, {}, {}, {}
         select, update = indexer.select_keys, self.scheduler.update_from_output
 
         def spied(q, weights, cache, metadata, topk, buffer, **given):
@@ -73,14 +98,14 @@ class Recorded(Engine):
     def forward(self, out, names, computed):
         self.lists.clear()
         hidden = super().forward(out, names, computed)
-        for layer, lists in self.lists.items():
-            row = 0
-            for name in names:
-                tokens = self.tokens[name] + out.scheduled_spec_decode_tokens.get(name, [])
-                for end in range(computed[name], computed[name] + out.num_scheduled_tokens[name]):
-                    key = name, layer, *tokens[: end + 1]
-                    self.selected.setdefault(key, lists[row])
-                    row += 1
+        row = 0
+        for name in names:
+            tokens = self.tokens[name] + out.scheduled_spec_decode_tokens.get(name, [])
+            for end in range(computed[name], computed[name] + out.num_scheduled_tokens[name]):
+                self.hidden.setdefault((name, *tokens[: end + 1]), hidden[row])
+                for layer, lists in self.lists.items():
+                    self.selected.setdefault((name, layer, *tokens[: end + 1]), lists[row])
+                row += 1
         return hidden
 
     def expected(self, name, layer, first):
@@ -91,11 +116,26 @@ class Recorded(Engine):
         ]
         return torch.stack(found)
 
+    def log_probabilities(self, name, first):
+        """Of the tokens of a request from a position on, as they were sampled."""
+        tokens = self.tokens[name]
+        rows = torch.stack([self.hidden[name, *tokens[:at]] for at in range(first, len(tokens))])
+        logits = rows.float() @ self.model.lm_head.weight.float().T
+        return logits.log_softmax(-1).gather(1, torch.tensor(tokens[first:])[:, None])[:, 0]
 
-def serve(engine, requests):
-    """Serve requests, each added before a step of its own, until all have finished."""
+
+def serve(engine, requests, idle=0):
+    """Serve requests, each added before a step of its own, until all have finished.
+
+    Args:
+        engine: of a worker.
+        requests: when they come, their prompts, and how many tokens they want.
+        idle: a dummy step behind every so many; 0 for none.
+    """
     waiting, step = dict(requests), 0
     while waiting or engine.scheduler.has_requests():
+        if idle and step % idle == 0:
+            engine.dummy()
         for name, (at, prompt, length) in list(waiting.items()):
             if at <= step:
                 del waiting[name]
@@ -123,8 +163,8 @@ def recorded(build_model, model_config, monkeypatch, tmp_path):
     """Makes an engine that writes records."""
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
 
-    def make(dtype, num_blocks, *, nvidia_class_runs=False, drafts=0, **extra):
-        speculative = None
+    def make(dtype, num_blocks, *, drafts=0, model=None, **extra):
+        speculative, changes = None, {} if model is None else {"model_config": model}
         if drafts:
             speculative = SpeculativeConfig(
                 method="ngram",
@@ -134,13 +174,19 @@ def recorded(build_model, model_config, monkeypatch, tmp_path):
                 target_parallel_config=ParallelConfig(),
             )
         config, model = build_model(
-            nvidia_class_runs,
+            False,
             dtype,
-            heads_of(nvidia_class_runs),
             kv_transfer_config=connector(tmp_path / "records", **extra),
             speculative_config=speculative,
+            **changes,
         )
-        model.load_weights(published(config).items())
+        if changes:
+            draw = Draw(0)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.copy_(draw.normal(*weight.shape) * weight.shape[-1] ** -0.5)
+        else:
+            model.load_weights(published(config).items())
         absorb(config)
         return Recorded(config, model, num_blocks, monkeypatch=monkeypatch)
 
@@ -165,6 +211,7 @@ def test_a_record_has_what_was_selected(recorded):
             "short": (0, third[80:100], 5),
             "at/once": (0, third[100:130], 1),
         },
+        idle=4,
     )
     assert engine.seen["preempted"] > 0
     firsts = {name: check(engine, name).first_position for name in engine.answers}
@@ -182,3 +229,244 @@ def test_rejected_drafts_are_not_recorded(recorded):
     assert min(engine.seen[what] for what in ("accepted", "rejected")) > 1
     for name in "ab":
         assert check(engine, name).first_position == 0
+
+
+@ON_CPU
+def test_layers_that_share_a_selection_have_one_list(recorded, tmp_path, monkeypatch):
+    fields = CONFIG | {
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 4,
+        "index_topk_pattern": "FSFS",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
+    for function in ("current_stream", "_create_side_stream", "_create_event"):
+        monkeypatch.setattr(index_group, function, lambda *arguments: InOrder())
+    engine = recorded("fp8_ds_mla", num_blocks=16, model=model)
+    serve(engine, {"a": (0, prompts(1, 150)[0], 4)})
+    check(engine, "a", layers=(0, 2))
+
+
+@ON_CPU
+def test_over_the_limit_a_request_is_refused_by_name(recorded):
+    """The longest waits behind others: one that fits is recorded."""
+    block = BLOCK * 2 * TOPK * 2  # of two layers
+    engine = recorded("fp8_ds_mla", num_blocks=16, host_gib=2 * block / 2**30)
+    first, second = prompts(2, 150)
+    serve(engine, {"long": (0, first, 30), "short": (0, second[:20], 3)})
+    check(engine, "short")
+    with pytest.raises(ValueError, match=r"no record of .*long: host_gib must be larger than 1.5"):
+        read_record(engine.answers["long"]["selection_record"])
+    serve(engine, {"later": (0, second, 4)})
+    check(engine, "later")
+
+
+@ON_CPU
+def test_records_are_written_when_nothing_steps_any_more(recorded):
+    engine = recorded("fp8_ds_mla", num_blocks=16)
+    engine.add("a", prompts(1, 150)[0], 3)
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+    with pytest.raises(FileNotFoundError, match="must be a record of an engine, found no"):
+        check(engine, "a")
+    recording.write_records(None, list(engine.answers.values()))
+    record = check(engine, "a")
+    engine.step()  # the scheduler tells of the end
+    engine.connector.kv_connector.recorder.wait()
+    assert check(engine, "a").to_bytes() == record.to_bytes()
+
+
+@ON_CPU
+def test_another_connector_writes_no_records(monkeypatch):
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", object())
+    with pytest.raises(ValueError, match="must have RecordsConnector, got object"):
+        recording.write_records(None, [])
+
+
+@ON_CPU
+@pytest.mark.parametrize("nvidia_class_runs", [False, True], ids=["portable", "NVIDIA"])
+def test_one_rank_records_the_layers_of_the_model(
+    build_model, tmp_path, monkeypatch, nvidia_class_runs
+):
+    """Not those of a draft model, nor without the connector."""
+    fields = CONFIG | {
+        "architectures": ["DeepseekV32MTPModel"],
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 3,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    draft = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
+    speculative = SimpleNamespace(
+        num_speculative_tokens=3,
+        parallel_drafting=False,
+        enable_adaptive_verification=False,
+        draft_model_config=draft,
+        method="mtp",
+    )
+
+    transfer = connector(tmp_path)
+
+    def layers(*arguments, transfer=transfer):
+        heads = heads_of(nvidia_class_runs)
+        made, _ = build_model(
+            nvidia_class_runs, "fp8_ds_mla", heads, *arguments, kv_transfer_config=transfer
+        )
+        return list(recorded_layers(made))
+
+    found = layers()
+    assert [layer_idx for layer_idx, *_ in found] == [0, 1]
+    for _, name, layer in found:
+        assert name == layer.prefix
+        assert (layer.selections.dtype, layer.selections.shape) == (torch.uint16, (64, TOPK))
+    assert layers(draft, speculative) == []
+    assert layers(transfer=None) == []
+    monkeypatch.setattr(selected, "get_tp_group", lambda: SimpleNamespace(rank_in_group=1))
+    assert layers() == []
+
+
+def test_the_nvidia_class_keeps_its_selection(config, monkeypatch):
+    kept = torch.full((MAX_TOKENS, 2, TOPK), 7, dtype=torch.uint16)
+    monkeypatch.setattr(nvidia.IndexCache, "selections", kept[:, 1], raising=False)
+    *_, chosen = selecting(config, Batch(Draw(0), [1, 5], [300, 5]))
+    expected = torch.where(chosen[:6] < 0, 65535, chosen[:6])
+    assert torch.equal(kept[:6, 1].int(), expected)
+    assert (kept[:, 0].int() == 7).all()
+    assert (kept[6:].int() == 7).all()
+
+
+@ON_CPU
+def test_a_rank_without_recorded_layers_does_nothing(build_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(selected, "get_tp_group", lambda: SimpleNamespace(rank_in_group=1))
+    config, _ = build_model(False, "auto", kv_transfer_config=connector(tmp_path / "records"))
+    made = recording.RecordsConnector(config, KVConnectorRole.WORKER, planned(config))
+    made.register_kv_caches({})
+    made.bind_connector_metadata(recording.RecordsMetadata({"a": 5}))
+    made.start_load_kv(None, request_ids=["a"])
+    made.finish_forward()
+    made.wait_for_save()
+    made.unregister_kv_caches()
+    made.shutdown()
+    assert not (tmp_path / "records").exists()
+
+
+@ON_CPU
+def test_a_stage_names_its_files(build_model, tmp_path, monkeypatch):
+    stage = SimpleNamespace(rank_in_group=1, world_size=4)
+    monkeypatch.setattr(recording, "get_pp_group", lambda: stage)
+    config, _ = build_model(False, "auto", kv_transfer_config=connector(tmp_path))
+    made = recording.RecordsConnector(config, KVConnectorRole.WORKER, planned(config))
+    made.register_kv_caches({})
+    assert made.recorder.stage == (1, 4)
+    made.shutdown()
+
+
+REFUSED = {
+    "indexer": ({"indexer": False}, "VLLM_PLUGINS must name sparsemla_indexer"),
+    "runner": ({"runner": False}, "VLLM_USE_V2_MODEL_RUNNER must not be 0"),
+    "pcp": ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-.* got 2"),
+    "dbo": ({"parallel_config__enable_dbo": True}, "--enable-dbo and --ubatch-size must be off"),
+    "drafts": (
+        {"speculative_config": SimpleNamespace(
+            attention_backend=None, draft_model_config=None, enable_adaptive_verification=True
+        )},
+        "enable_adaptive_verification must be off",
+    ),
+    "model": ({"architectures": ["DeepseekV4ForCausalLM"]}, "must be one of DeepseekV32For"),
+    "no folder": ({"without": "folder"}, "must have folder, model, host_gib, got host_gib, model"),
+    "unknown": ({"gib": 3}, "must have folder, model, host_gib, got folder, gib, host_gib, model"),
+    "folder": ({"folder": 3}, "folder .* must be a string that is not empty, got 3"),
+    "name": ({"model": ""}, "model .* must be a string that is not empty, got ''"),
+    "host_gib": ({"host_gib": True}, "host_gib .* must be a positive number, .* got True"),
+    "no memory": ({"host_gib": 0}, "host_gib .* must be a positive number, .* got 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_do_not_go_with_records_stop_the_start(
+    model_config, plain_vllm, monkeypatch, name
+):
+    changes, reason = REFUSED[name]
+    changes = dict(changes)
+    extra = {
+        key: changes.pop(key) for key in ("folder", "model", "host_gib", "gib") if key in changes
+    }
+    register()
+    monkeypatch.setattr(settings, "indexer_is_active", lambda: changes.get("indexer", True))
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", changes.get("runner", True))
+    monkeypatch.setattr(
+        ModelConfig, "architectures", changes.get("architectures", model_config.architectures)
+    )
+    config = engine_config(model_config)
+    config.kv_transfer_config = connector("records", **extra)
+    config.kv_transfer_config.kv_connector_extra_config.pop(changes.get("without"), None)
+    for where, value in changes.items():
+        part, _, field = where.partition("__")
+        if part in vars(config):
+            monkeypatch.setattr(getattr(config, part) if field else config, field or part, value)
+    with pytest.raises(ValueError, match=f"sparsemla: .*{reason}"):
+        settings.refuse(config)
+
+
+def test_records_alone_are_served(model_config, plain_vllm, monkeypatch):
+    """With vLLM's attention, too: only the indexer must be this package's."""
+    register()
+    monkeypatch.setattr(settings, "indexer_is_active", lambda: True)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", True)
+    config = engine_config(model_config)
+    config.kv_transfer_config = connector("records")
+    settings.refuse(config)
+    both = [{"kv_connector": name} for name in ("NixlConnector", "RecordsConnector")]
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_buffer_device="cpu",
+        kv_connector_extra_config={"connectors": both},
+    )
+    with pytest.raises(ValueError, match="RecordsConnector must be the only KV connector"):
+        settings.refuse(config)
+
+
+@ON_CPU
+def test_the_schedulers_side(build_model, tmp_path):
+    config, _ = build_model(False, "auto", kv_transfer_config=connector(tmp_path))
+    made = KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, planned(config))
+    assert made.get_num_new_matched_tokens(None, 5) == (0, False)
+    assert not made.requires_kv_delivery
+    request = SimpleNamespace(request_id="a/b", num_tokens=9)
+    held, answer = made.request_finished_all_groups(request, ([1],))
+    path = str(tmp_path / "a%2Fb")
+    assert (held, answer) == (False, {"selection_record": path, "request": "a/b", "num_tokens": 9})
+    out = SchedulerOutput.make_empty()
+    assert made.build_connector_meta(out).finished == {"a/b": 9}
+    assert out.has_sync_kv_loads
+    assert made.build_connector_meta(SchedulerOutput.make_empty()).finished == {}
+
+
+@ON_CPU
+def test_a_training_replays_what_vllm_selected(recorded):
+    """With vLLM's selections the trainer's log-probabilities are nearer to those of the rollout."""
+    engine = recorded("fp8_ds_mla", num_blocks=30)
+    first, second = prompts(2, 150)
+    serve(engine, {"a": (0, first, 30), "b": (2, second, 30)})
+    fields = CONFIG | {"index_n_heads": engine.config.model_config.hf_config.index_n_heads}
+    del fields["architectures"], fields["torch_dtype"]
+    model = DeepseekV32ForCausalLM(DeepseekV32Config(**fields))
+    model.load_state_dict(published(engine.config))
+    differences = []
+    with enable(model, training=True), torch.no_grad():
+        for replayed in (False, True):
+            found = []
+            for name, prompt in (("a", first), ("b", second)):
+                tokens, selections = engine.tokens[name], None
+                if replayed:
+                    record = read_record(engine.answers[name]["selection_record"])
+                    about = {"model": "small", "topk": TOPK, "num_tokens": len(tokens) - 1}
+                    selections = record.checked(**about)
+                logits = model(torch.tensor([tokens[:-1]]), selections=selections).logits[0]
+                answer = torch.tensor(tokens[len(prompt) :])[:, None]
+                trained = logits[len(prompt) - 1 :].log_softmax(-1).gather(1, answer)[:, 0]
+                found.append((trained - engine.log_probabilities(name, len(prompt))).abs())
+            differences.append(torch.cat(found))
+    own, replayed = differences
+    assert replayed.mean() < own.mean() * 0.7
+    assert replayed.max() < own.max() / 2
