@@ -350,6 +350,72 @@ def test_a_rank_without_recorded_layers_does_nothing(build_model, tmp_path, monk
 
 
 @ON_CPU
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_rows_of_a_batch_are_those_of_its_requests(build_model, tmp_path, captured):
+    """Requests of few tokens between others, padding, and lengths that only the device has."""
+    config, _ = build_model(False, "auto", kv_transfer_config=connector(tmp_path))
+    made = recording.RecordsConnector(config, KVConnectorRole.WORKER, planned(config))
+    made.register_kv_caches({})
+    counts = {"few": 2, "a": 3, "b": 1, "other few": 1, "c": 2}
+    ends = {"few": 9, "a": 300, "b": 200, "other few": TOPK, "c": 500}
+    lists, row = {}, 0
+    for name, count in counts.items():
+        found = torch.stack(
+            [Draw(row + i).permutation(ends[name] - 9)[:TOPK] for i in range(count)]
+        )
+        lists[name] = found.sort(-1)[0].int() if ends[name] > TOPK else None
+        for place in range(2):
+            if lists[name] is not None:
+                made.copies.buffer[row : row + count, place] = (lists[name] + place).to(
+                    torch.uint16
+                )
+        row += count
+    bound = 4  # drafts that were rejected, as the scheduler does not know yet
+    new = [
+        SimpleNamespace(
+            req_id=each, num_computed_tokens=ends[each] - counts[each], prefill_token_ids=[]
+        )
+        for each in ("few", "a")
+    ]
+    later = ["b", "other few", "c"]
+    computed = [ends[name] - counts[name] + bound * (name == "c") for name in later]
+    out = SimpleNamespace(
+        num_scheduled_tokens=counts,
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=SimpleNamespace(req_ids=later, num_computed_tokens=computed),
+    )
+    name = next(name for _, name, _ in recorded_layers(config))
+    lens = torch.tensor([*ends.values(), 0, 0])  # of a captured batch
+    metadata = {name: SimpleNamespace(seq_lens=lens)}
+    context = SimpleNamespace(attn_metadata=None if captured else metadata)
+    given = {"attn_metadata": metadata} if captured else {}
+    made.bind_connector_metadata(recording.RecordsMetadata({}))
+    made.start_load_kv(context, request_ids=list(counts), scheduler_output=out, **given)
+    assert made.step.runs == [(2, 6), (7, 9)]
+    made.finish_forward()
+    made.wait_for_save()
+    lens.zero_()
+    answers = [{"request": each, "num_tokens": end + 1} for each, end in ends.items()]
+    for each in answers:
+        made.recorder.finish(**each)
+    made.recorder.wait()
+    for each, found in lists.items():
+        record = read_record(made.recorder.path(each))
+        assert (record.first_position, record.num_tokens) == (
+            ends[each] - counts[each],
+            counts[each],
+        )
+        for place in range(2):
+            if found is not None:
+                assert torch.equal(record.selections[place], found + place)
+            else:
+                assert record.selections[place].amax(1).tolist() == list(
+                    range(ends[each] - counts[each], ends[each])
+                )
+    made.shutdown()
+
+
+@ON_CPU
 def test_a_stage_names_its_files(build_model, tmp_path, monkeypatch):
     stage = SimpleNamespace(rank_in_group=1, world_size=4)
     monkeypatch.setattr(recording, "get_pp_group", lambda: stage)
