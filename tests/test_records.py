@@ -153,7 +153,7 @@ def test_files_of_stages(tmp_path):
     (tmp_path / "answer[1]0.0-of-1.selections").write_bytes(b"of another request")
     assert read_record(path).to_bytes() == both.to_bytes()
     part_path(path, 1, 2, "refused").write_text("host_gib is too small")
-    with pytest.raises(ValueError, match="has no record of .*: host_gib is too small"):
+    with pytest.raises(ValueError, match=r"has no record of .*: host_gib is too small"):
         read_record(path)
 
 
