@@ -268,7 +268,7 @@ class RecordsConnector(KVConnectorBase_V1, SupportsHMA):
         runs: list[tuple[int, int]] = []
         begin = copied = 0
         for name, count, each in zip(names, counts, wanted, strict=True):
-            spans.append(Span(name, count, begin if each else None))
+            spans.append(Span(name, count, copied if each else None))
             if each:
                 copied += count
                 if runs and runs[-1][1] == begin:
