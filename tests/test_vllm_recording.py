@@ -426,6 +426,35 @@ def test_a_stage_names_its_files(build_model, tmp_path, monkeypatch):
     made.shutdown()
 
 
+@pytest.mark.gpu
+def test_copies_of_captured_steps():
+    """Each step overwrites the lists of the one before while those may still be copied."""
+    lists = torch.empty(3, 32, 2048, dtype=torch.int32, device="cuda")
+    buffer = torch.zeros(64, 3, 2048, dtype=torch.uint16, device="cuda")
+    layers = [SimpleNamespace(selections=buffer[:, place]) for place in range(3)]
+    lens, graph = torch.empty(8, dtype=torch.int32, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer, chosen in zip(layers, lists, strict=True):
+            selected.keep_selection(layer, chosen)
+    copies, found = recording.Copies(buffer), []
+    for step in range(200):
+        values = torch.arange(step, step + 3 * 32 * 2048, device="cuda", dtype=torch.int32)
+        lists.copy_((values % 65000).view_as(lists))
+        lists[:, :, -1] = -1
+        lens.fill_(step)
+        graph.replay()
+        found.append(copies.start([(0, 10), (12, 32)], lens[:5]))
+        lens.fill_(-1)
+        copies.hold_back()
+    for step, (rows, lengths, ready) in enumerate(found):
+        ready()
+        values = torch.arange(step, step + 3 * 32 * 2048, dtype=torch.int32) % 65000
+        expected = values.view(3, 32, 2048).transpose(0, 1).clone()
+        expected[:, :, -1] = 65535
+        assert torch.equal(rows.int(), torch.cat([expected[:10], expected[12:]]))
+        assert lengths.tolist() == [step] * 5
+
+
 REFUSED = {
     "indexer": ({"indexer": False}, "VLLM_PLUGINS must name sparsemla_indexer"),
     "runner": ({"runner": False}, "VLLM_USE_V2_MODEL_RUNNER must not be 0"),
