@@ -9,7 +9,8 @@ it was ready.
 
 ``hisparse`` and ``host`` keep rows on the host, by vLLM's connector and by this package's,
 ``prefixes`` asks again, from cached prefixes, ``ngram`` copies drafts from the context, and
-``async`` schedules a step during the last one.
+``async`` schedules a step during the last one. ``records`` writes the selections of each request,
+which are compared with those of transformers' model over the same tokens.
 
 Modes with ``tp2`` share the heads between two GPUs, those with ``tp2 rows`` also the rows of all
 prefills in the indexer, those with ``dcp2`` the contexts, too, and those with ``pcp2`` the tokens
@@ -33,7 +34,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -66,6 +67,7 @@ class Mode:
         pcp: of the GPUs, those that divide the tokens of prefills; they do not share heads.
         interleave: consecutive tokens of a context that one of these keeps.
         divides: the GPUs divide the indexer's rows in every prefill, not in long ones only.
+        records: selections are recorded.
         more: other arguments of vLLM's engine.
         acting_as: the older GPU that the GPU is taken for.
     """
@@ -81,6 +83,7 @@ class Mode:
     pcp: int = 1
     interleave: int = 1
     divides: bool = False
+    records: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
     acting_as: str | None = None
 
@@ -143,8 +146,15 @@ MODES = {
     "both, prefixes": Mode(BOTH, "CUSTOM", graphs=True, more={"enable_prefix_caching": True}),
     "both, ngram": Mode(BOTH, "CUSTOM", graphs=True, more=NGRAM),
     "both, async": Mode(BOTH, "CUSTOM", graphs=True, more={"async_scheduling": True}),
+    "both, records": Mode(BOTH, "CUSTOM", graphs=True, records=True),
+    "both, eager, records": Mode(BOTH, "CUSTOM", records=True),
+    "both, records, ngram": Mode(BOTH, "CUSTOM", graphs=True, records=True, more=NGRAM),
+    "both, records, async": Mode(
+        BOTH, "CUSTOM", graphs=True, records=True, more={"async_scheduling": True}
+    ),
     "both, tp2": Mode(BOTH, "CUSTOM", **TP2),
     "both, graphs, tp2": Mode(BOTH, "CUSTOM", graphs=True, **TP2),
+    "both, records, tp2": Mode(BOTH, "CUSTOM", graphs=True, records=True, **TP2),
     "both, tp2 rows": Mode(BOTH, "CUSTOM", divides=True, **TP2),
     "both, graphs, tp2 rows": Mode(BOTH, "CUSTOM", graphs=True, divides=True, **TP2),
     "both, bf16, graphs, tp2": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **TP2),
@@ -196,6 +206,11 @@ PAIRS = (
     ("both, prefixes", "both, graphs"),
     ("both, ngram", "both, graphs"),
     ("both, async", "both, graphs"),
+    ("both, records", "both, graphs"),
+    ("both, eager, records", "both"),
+    ("both, records, ngram", "both, graphs"),
+    ("both, records, async", "both, graphs"),
+    ("both, records, tp2", "both, graphs, tp2"),
     ("both, tp2", "both"),
     ("both, graphs, tp2", "both, graphs"),
     ("both, tp2 rows", "both, tp2"),
@@ -222,6 +237,12 @@ PAIRS = (
     ("v4, as sm_89", "v4"),
     ("v4, as sm_89, graphs", "v4"),
 )
+
+SHARED = 0.9
+"""Least mean share of a list that transformers' model selects, too.
+
+Another rounding changes few entries; lists of another layer or token share a sixth to a half.
+"""
 
 NCCL = (2, 29, 7)
 """Before it, vLLM's reduce-scatter, which merges the results of shared contexts, writes nothing."""
@@ -365,6 +386,18 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
     """Arguments of vLLM's engine."""
     served = SERVED[mode.model]
     rows = {"indexer_tp_shard_min_rows": 1} if mode.divides else {}
+    records = {
+        "kv_transfer_config": {
+            "kv_connector": "RecordsConnector",
+            "kv_connector_module_path": "sparsemla.backends.vllm.recording",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "folder": str(model.parent / "records"),
+                "model": mode.model,
+                "host_gib": 4,
+            },
+        }
+    }
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -389,6 +422,7 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
         "decode_context_parallel_size": mode.dcp,
         "cp_kv_cache_interleave_size": mode.interleave,
         "disable_custom_all_reduce": True,
+        **(records if mode.records else {}),
         **mode.more,
     }
 
@@ -494,7 +528,7 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         prompt_logprobs=0,
         detokenize=False,
     )
-    found = []
+    found, shared = [], []
     llm.collective_rpc(count)
     answers = llm.generate(prompts, params)
     if mode.more.get("enable_prefix_caching"):
@@ -507,6 +541,13 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
                 raise RuntimeError("no prefix was found in the cache")
             answer.outputs = later.outputs
     answered = time.perf_counter()
+    if mode.records:
+        from sparsemla.backends.vllm.recording import write_records
+
+        llm.collective_rpc(write_records, args=([each.kv_transfer_params for each in answers],))
+        shared = shared_with_transformers(answers, model)
+        if min(shared) < SHARED:
+            raise RuntimeError(f"recorded lists must share {SHARED} with others, got {shared}")
     kernels = llm.collective_rpc(counted)
     for answer in answers:
         ids = answer.prompt_token_ids
@@ -527,7 +568,53 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         "compiled": [name for compiled, _ in kernels for name in compiled],
         "loaded": [name for _, loaded in kernels for name in loaded],
         "seconds": [ready - began, answered - ready],
+        "shared": shared,
     }
+
+
+def shared_with_transformers(answers: Sequence[Any], folder: Path) -> list[float]:
+    """For each layer and long answer the mean share of a list that transformers selects, too.
+
+    Args:
+        answers: of vLLM.
+        folder: of the model.
+
+    Raises:
+        ValueError: an answer has no record, or one of other tokens or layers.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from sparsemla import FP8_DS_MLA
+    from sparsemla.backends.records import read_record
+    from sparsemla.backends.transformers import enable
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    topk, shares = model.config.index_topk, []
+    for answer in answers:
+        tokens = [*answer.prompt_token_ids, *answer.outputs[0].token_ids][:-1]
+        recorded = read_record(answer.kv_transfer_params["selection_record"]).checked(
+            model=model.config.model_type, topk=topk, num_tokens=len(tokens)
+        )
+        ids = torch.tensor([tokens], device=device)
+        with enable(model, cache_format=FP8_DS_MLA, record_selections=True) as inference:
+            model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False
+            )
+        (expected,) = inference.selections
+        if expected.keys() != recorded.keys():
+            raise ValueError(f"the record must have layers {[*expected]}, got {[*recorded]}")
+        for layer_idx, lists in recorded.items():
+            theirs, found = (_members(part, len(tokens)) for part in (expected[layer_idx], lists))
+            if len(tokens) > topk:  # the first ones select all that they see
+                shares.append(float((theirs & found)[topk:].sum(1).float().mean() / topk))
+    return shares
+
+
+def _members(lists: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Whether each list has each position: bool ``[T, num_tokens]``."""
+    found = torch.zeros(len(lists), num_tokens + 1, dtype=torch.bool)
+    return found.scatter_(1, lists.cpu().long() % (num_tokens + 1), True)[:, :-1]
 
 
 def describe(name: str, folder: Path) -> None:
@@ -539,6 +626,11 @@ def describe(name: str, folder: Path) -> None:
         f"{report['compiled'] or 'nothing'}, loaded: {report['loaded'] or 'nothing'}; "
         f"classes: {', '.join(report['classes'])}\n"
     )
+    if report["shared"]:
+        sys.stdout.write(
+            f"{name}: recorded lists share at least {min(report['shared']):.4f} of their entries "
+            "with those of transformers' model, on average over an answer in a layer\n"
+        )
 
 
 def compare(name: str, base: str, folder: Path) -> bool:

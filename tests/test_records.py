@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from sparsemla.backends.records import HEAD, SelectionRecord
+from sparsemla.backends.records import HEAD, SelectionRecord, part_path, read_record
 
 TOPK = 40
 
@@ -109,6 +109,52 @@ def test_records_of_others_are_refused(changes, message):
 def test_a_later_part_alone_is_refused():
     with pytest.raises(ValueError, match="must have first_position=0, got 3"):
         record({0: lists(8, 3)}, first_position=3).checked(model="m", topk=TOPK, num_tokens=8)
+
+
+def test_a_record_continues_another_of_the_same_prompt():
+    """Of 100 tokens, 30 were cached."""
+    earlier, whole = record({0: lists(60)}), lists(100)
+    later = record({0: whole[30:]}, first_position=30)
+    joined = earlier.before(30).then(later)
+    assert torch.equal(joined.selections[0][:30], earlier.selections[0][:30])
+    assert torch.equal(joined.selections[0][30:], whole[30:])
+    assert later.before(40).num_tokens == 10
+    for position in (29, 101):
+        with pytest.raises(ValueError, match=f"position must be from 30 to 100, .* got {position}"):
+            later.before(position)
+
+
+def test_layers_of_two_stages():
+    both = record({2: lists(8), 5: lists(8)})
+    first, last = (record({layer: both.selections[layer]}) for layer in (2, 5))
+    assert last.beside(first).to_bytes() == both.to_bytes()
+    with pytest.raises(ValueError, match=r"others must have other layers, got \[5\] in both"):
+        last.beside(both)
+    for changes in ({"model": "n"}, {"topk": 41}, {"score_dtype": "float8_e4m3fn"}):
+        ((name, value),) = changes.items()
+        with pytest.raises(ValueError, match=f"others must have {name}=.*, got {value!r}"):
+            first.beside(record({5: lists(8)}, **changes))
+    with pytest.raises(ValueError, match="others must have num_tokens=8, got 7"):
+        first.beside(record({5: lists(7)}))
+    with pytest.raises(ValueError, match="others must have first_position=0, got 1"):
+        first.beside(record({5: lists(8, 1)}, first_position=1))
+
+
+def test_files_of_stages(tmp_path):
+    path = tmp_path / "answer[1]"
+    with pytest.raises(FileNotFoundError, match=r"found no .*answer\[1\]"):
+        read_record(path)
+    both = record({2: lists(8), 5: lists(8)})
+    for stage, layer in enumerate((2, 5)):
+        with pytest.raises(FileNotFoundError):  # none, or that of the last stage is missing
+            read_record(path)
+        data = record({layer: both.selections[layer]}).to_bytes()
+        part_path(path, stage, 2, "selections").write_bytes(data)
+    (tmp_path / "answer[1]0.0-of-1.selections").write_bytes(b"of another request")
+    assert read_record(path).to_bytes() == both.to_bytes()
+    part_path(path, 1, 2, "refused").write_text("host_gib is too small")
+    with pytest.raises(ValueError, match=r"has no record of .*: host_gib is too small"):
+        read_record(path)
 
 
 @pytest.mark.parametrize(

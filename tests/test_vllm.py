@@ -115,6 +115,7 @@ with warnings.catch_warnings():
         host_attention,
         indexer,
         nvidia,
+        recording,
         register,
         surface,
         warmup,
@@ -330,7 +331,7 @@ OVERRIDDEN = {
     "SparseMLAIndexer.forward": (indexer.SparseMLAIndexer.forward, Indexer.forward),
     "sparse_attn_indexer": (nvidia.sparse_attn_indexer, sparse_attn_indexer.sparse_attn_indexer),
 }
-for module in (attention, host, host_attention, indexer, nvidia, warmup):
+for module in (attention, host, host_attention, indexer, nvidia, recording, warmup):
     OVERRIDDEN |= surface.overridden(module)
 ROWS = {(name, row.path): row for name, rows in surface.SURFACE.items() for row in rows}
 
@@ -356,6 +357,8 @@ def test_what_is_touched_fits_vllm(key):
         "indexer",
         "exchange",
         "nvidia",
+        "recorded",
+        "recording",
         "settings",
         "warmup",
     ],
@@ -2242,7 +2245,9 @@ from vllm_engine import MODES, engine_arguments
 
 type(current_platform).device_type = "cuda"  # a configuration needs one
 for name, mode in MODES.items():
-    if mode.model == "deepseek_v32" and (mode.gpus > 1 or mode.more) and "hisparse" not in name:
+    if mode.model == "deepseek_v32" and (
+        mode.gpus > 1 or mode.records or mode.more
+    ) and "hisparse" not in name:
         config = EngineArgs(**engine_arguments(mode, Path({!r}))).create_engine_config()
         refused = []
         if mode.plugins:
@@ -2274,7 +2279,7 @@ def test_vllm_accepts_the_modes_of_the_example(run_code, tmp_path):
     status, out, err = run_code(ENGINES.format(str(tmp_path)), "sparsemla,sparsemla_indexer")
     assert status == 0, err
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-    assert len(lines) == 25
+    assert len(lines) == 30
     for name, *rest in lines:
         interleave = 64 if "in pages" in name else 1
         ranks = ["mp", 1 if "pcp2" in name else 2] if "2" in name else ["uni", 1]

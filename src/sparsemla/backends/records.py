@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import glob
+import itertools
 import json
 import struct
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -140,37 +143,59 @@ class SelectionRecord:
         ):
             if expected != got:
                 raise ValueError(f"later must have {name}={expected!r}, got {got!r}")
-        return SelectionRecord(
-            model=self.model,
-            topk=self.topk,
-            score_dtype=self.score_dtype,
-            selections={
-                layer_idx: join_lists([lists, later.selections[layer_idx]])
-                for layer_idx, lists in self.selections.items()
-            },
-            first_position=self.first_position,
-        )
+        joined = {
+            layer_idx: join_lists([lists, later.selections[layer_idx]])
+            for layer_idx, lists in self.selections.items()
+        }
+        return replace(self, selections=joined)
+
+    def before(self, position: int) -> SelectionRecord:
+        """The record of the tokens before a position.
+
+        Requests with one prompt compute it once in an engine with a prefix cache: a record that
+        starts at ``position`` continues ``earlier.before(position)`` of another request.
+
+        Raises:
+            ValueError: the record does not reach from its first token to the position.
+        """
+        end = self.first_position + self.num_tokens
+        if not self.first_position <= position <= end:
+            raise ValueError(
+                f"position must be from {self.first_position} to {end}, the tokens of the record, "
+                f"got {position}"
+            )
+        tokens = position - self.first_position
+        return replace(self, selections={k: lists[:tokens] for k, lists in self.selections.items()})
+
+    def beside(self, others: SelectionRecord) -> SelectionRecord:
+        """The record of the layers of both, which are those of two pipeline stages.
+
+        Raises:
+            ValueError: they have a layer in common, or differ in anything else.
+        """
+        for name in ("model", "topk", "score_dtype", "first_position", "num_tokens"):
+            expected, got = getattr(self, name), getattr(others, name)
+            if expected != got:
+                raise ValueError(f"others must have {name}={expected!r}, got {got!r}")
+        if common := sorted(self.selections.keys() & others.selections.keys()):
+            raise ValueError(f"others must have other layers, got {common} in both")
+        return replace(self, selections={**self.selections, **others.selections})
 
     def to_bytes(self) -> bytes:
         """The record as bytes, for :meth:`from_bytes`."""
-        layers = {
-            layer_idx: _encode(lists.cpu(), self._positions(torch.device("cpu")))
-            for layer_idx, lists in sorted(self.selections.items())
-        }
-        header = {
-            "model": self.model,
-            "topk": self.topk,
-            "score_dtype": self.score_dtype,
-            "first_position": self.first_position,
-            "num_tokens": self.num_tokens,
-            "layers": [
-                [layer_idx, self.selections[layer_idx].shape[1], len(data)]
-                for layer_idx, data in layers.items()
-            ],
-        }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        body = b"".join([text, *layers.values()])
-        return HEAD.pack(MAGIC, VERSION, len(text), zlib.crc32(body)) + body
+        layers = {}
+        for layer_idx, lists in self.selections.items():
+            parts = (part.numpy() for part in lists.cpu().split(TOGETHER))
+            data = encode_lists(zip(parts, itertools.count(self.first_position, TOGETHER)))
+            layers[layer_idx] = lists.shape[1], data
+        return record_bytes(
+            model=self.model,
+            topk=self.topk,
+            score_dtype=self.score_dtype,
+            first_position=self.first_position,
+            num_tokens=self.num_tokens,
+            layers=layers,
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SelectionRecord:
@@ -214,24 +239,67 @@ def _is_list(part: Tensor, positions: Tensor) -> Tensor:
     return ordered & (padded.amax(1) <= positions) & (padded[:, 1:2] >= -1).all(1)
 
 
-def _encode(lists: Tensor, positions: Tensor) -> bytes:
-    """Entries of each list, then the gaps before all entries, then those that are large."""
-    counts, gaps, large = [], [], []
-    for part, places in zip(lists.split(TOGETHER), positions.split(TOGETHER), strict=True):
+def record_bytes(
+    *,
+    model: str,
+    topk: int,
+    score_dtype: str,
+    first_position: int,
+    num_tokens: int,
+    layers: Mapping[int, tuple[int, bytes]],
+) -> bytes:
+    """A record of layers that are encoded already; see :class:`SelectionRecord`.
+
+    Args:
+        model, topk, score_dtype, first_position: of the record.
+        num_tokens: tokens that have a list.
+        layers: for each layer the columns of its lists, and :func:`encode_lists` of them.
+    """
+    header = {
+        "model": model,
+        "topk": topk,
+        "score_dtype": score_dtype,
+        "first_position": first_position,
+        "num_tokens": num_tokens,
+        "layers": [
+            [layer_idx, width, len(data)] for layer_idx, (width, data) in sorted(layers.items())
+        ],
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    checksum = zlib.crc32(text)
+    for _, (_, data) in sorted(layers.items()):
+        checksum = zlib.crc32(data, checksum)
+    head = HEAD.pack(MAGIC, VERSION, len(text), checksum)
+    return b"".join([head, text, *(data for _, (_, data) in sorted(layers.items()))])
+
+
+def encode_lists(parts: Iterable[tuple[np.ndarray, int]], *, whole: range = range(0)) -> bytes:
+    """Lists of consecutive tokens as bytes, by parts that stay in a CPU's cache.
+
+    First come the numbers of entries, then the gaps before entries, then those that are large.
+
+    Args:
+        parts: int32 or int64 ``[n, K]``, strictly ascending positions, then -1, and the position of
+            the first of these tokens.
+        whole: positions of tokens before these that select all that they see.
+    """
+    counts, gaps, large = [np.arange(whole.start + 1, whole.stop + 1, dtype="<i4")], [], []
+    for part, first in parts:
         valid = part >= 0
-        counts.append(valid.sum(1, dtype=torch.int32))
-        valid &= (counts[-1] <= places)[:, None]  # others select all that they see
-        found = torch.diff(part, dim=1, prepend=part.new_full((len(part), 1), -1))[valid].int() - 1
-        gaps.append(found.clamp(max=LARGE).byte())
-        large.append(found[found >= LARGE])
-    return b"".join(
-        part.numpy().astype(part.numpy().dtype.newbyteorder("<")).tobytes()
-        for part in (*counts, *gaps, *large)
-    )
+        counts.append(valid.sum(1, dtype="<i4"))
+        # Others select all that they see.
+        listed = counts[-1] <= np.arange(first, first + len(part))
+        found = np.diff(part, axis=1, prepend=part.dtype.type(-1))
+        found -= 1
+        if not (listed.all() and valid[:, -1:].all()):
+            found = found[valid & listed[:, None]]
+        gaps.append(np.minimum(found, LARGE).astype(np.uint8))
+        large.append(found[found >= LARGE].astype("<i4"))
+    return b"".join(part.tobytes() for part in (*counts, *gaps, *large))
 
 
 def _decode(data: memoryview, positions: Tensor, width: int) -> Tensor:
-    """Lists int32 ``[tokens, width]`` of what :func:`_encode` has made of them."""
+    """Lists int32 ``[tokens, width]`` of what :func:`encode_lists` has made of them."""
     counts = _integers(data[: 4 * len(positions)])
     listed = torch.where(counts > positions, 0, counts)
     gaps = torch.from_numpy(np.frombuffer(data, np.uint8)[4 * len(positions) :].astype(np.int32))
@@ -258,3 +326,41 @@ def _decode(data: memoryview, positions: Tensor, width: int) -> Tensor:
 
 def _integers(data: memoryview) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, "<i4").astype(np.int32))
+
+
+def part_path(path: str | Path, stage: int, stages: int, suffix: str) -> Path:
+    """The file of a pipeline stage's layers: its record, or why there is none.
+
+    Args:
+        path: of the record of all stages, without a suffix.
+        stage, stages: of the engine.
+        suffix: ``"selections"`` or ``"refused"``.
+    """
+    return Path(f"{path}.{stage}-of-{stages}.{suffix}")
+
+
+def read_record(path: str | Path) -> SelectionRecord:
+    """The record that an engine wrote of a request, with the layers of all its pipeline stages.
+
+    Args:
+        path: as the engine returned it with the answer.
+
+    Raises:
+        FileNotFoundError: a stage has not written its file.
+        ValueError: the engine refused to record the request, with its reason, or a file is no
+            record.
+    """
+    path = Path(path)
+    found = sorted(path.parent.glob(f"{glob.escape(path.name)}.*-of-*"))
+    if not found:
+        raise FileNotFoundError(f"path must be a record of an engine, found no {path}.*")
+    stages = int(found[0].suffixes[-2].rsplit("-", 1)[-1])
+    record: SelectionRecord | None = None
+    for stage in range(stages):
+        refused = part_path(path, stage, stages, "refused")
+        if refused.exists():
+            raise ValueError(f"the engine has no record of {path}: {refused.read_text()}")
+        data = part_path(path, stage, stages, "selections").read_bytes()
+        part = SelectionRecord.from_bytes(data)
+        record = part if record is None else record.beside(part)
+    return cast(SelectionRecord, record)

@@ -55,6 +55,7 @@ from sparsemla import (
 from sparsemla.backends.environment import DIVIDE_ROWS_FROM, divide_rows_from
 from sparsemla.backends.vllm.divided import DividedRows, Division, Rule
 from sparsemla.backends.vllm.exchange import Run, ShardedRows
+from sparsemla.backends.vllm.recorded import keep_selection, reserve_selections
 from sparsemla.backends.vllm.settings import OPERATOR, shard_min_rows, unread_by_indexer
 from sparsemla.backends.vllm.warmup import LOGGER, register_indexer
 
@@ -325,6 +326,7 @@ class SparseMLAIndexer(nn.Module):
         refuse(indexer.vllm_config, indexer.head_dim, portable=True)
         self.inner = indexer
         indexer.k_cache.get_attn_backend = index_cache_backend
+        reserve_selections(indexer.vllm_config, indexer.k_cache, indexer.topk_indices_buffer)
 
     def forward(
         self, hidden_states: Tensor, qr: Tensor, positions: Tensor, rotary_emb: RotaryEmbeddingBase
@@ -424,7 +426,8 @@ def _indexer(
         reserve_memory(q_fp8, topk)
         return
     metadata = context.attn_metadata[layer_name]
-    cache = PagedCache(context.no_compile_layers[layer_name].kv_cache, INDEX_FP8)
+    layer = context.no_compile_layers[layer_name]
+    cache = PagedCache(layer.kv_cache, INDEX_FP8)
     tokens = metadata.slot_mapping.shape[0]  # later rows are padding
     fused_indexer_rope_quant(
         q[:tokens],
@@ -442,6 +445,7 @@ def _indexer(
         weights_out=head_weights[:tokens],
     )
     select_keys(q_fp8, head_weights, cache, metadata, topk, topk_indices_buffer)
+    keep_selection(layer, topk_indices_buffer[: len(q)])
 
 
 def select_keys(

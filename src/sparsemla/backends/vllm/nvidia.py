@@ -28,6 +28,7 @@ from sparsemla.backends.vllm.indexer import (
     reserve_memory,
     select_keys,
 )
+from sparsemla.backends.vllm.recorded import keep_selection, reserve_selections
 from sparsemla.backends.vllm.surface import NVIDIA, check
 from sparsemla.backends.vllm.warmup import register_indexer
 
@@ -109,6 +110,8 @@ def sparse_attn_indexer(
     if not _attention_is_dense(context, dense_mha_metadata_layer_name):
         cache = PagedCache(kv_cache, INDEX_FP8)
         select_keys(q_quant, weights, cache, metadata, topk_tokens, topk_indices_buffer)
+        layer = context.no_compile_layers[k_cache_prefix]
+        keep_selection(layer, topk_indices_buffer[: len(q_quant)])
     return topk_indices_buffer
 
 
@@ -143,6 +146,8 @@ class WithSelection(nn.Module):
                 layer.indexer.topk_tokens,
                 layer.indexer_rope_emb,
             )
+            cache, buffer = layer.indexer.k_cache, layer.topk_indices_buffer
+            reserve_selections(vllm_config, cache, buffer)
 
 
 class DeepseekV32ForCausalLM(WithSelection, model.DeepseekV32ForCausalLM):

@@ -19,6 +19,7 @@ from sparsemla.backends.environment import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.config.kv_transfer import KVTransferConfig
 
 BACKEND = "sparsemla.backends.vllm.SparseMLABackend"
 INDEXER_PLUGIN = "sparsemla_indexer"
@@ -55,6 +56,8 @@ DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "D
 
 HOST_CONNECTOR = "HostRowsConnector"
 HOST_MODULE = "sparsemla.backends.vllm.host"
+RECORDS_CONNECTOR = "RecordsConnector"
+RECORDS_MODULE = "sparsemla.backends.vllm.recording"
 
 FP8_CACHES = dict.fromkeys(("fp8", "fp8_e4m3"), "fp8_ds_mla")
 """The format that ``kv_cache_dtype`` means for sparse MLA, as in vLLM's ``FLASHMLA_SPARSE``."""
@@ -173,7 +176,7 @@ class HostRowsConfig:
             ValueError: with the key of ``kv_connector_extra_config`` that does not fit.
         """
         transfer = config.kv_transfer_config
-        if transfer is None or not _is_host_connector(vars(transfer)):
+        if transfer is None or not _is_connector(transfer, HOST_CONNECTOR, HOST_MODULE):
             return None
         given = transfer.kv_connector_extra_config
         keys = {"host_gib", "rows_per_seat"}
@@ -196,10 +199,54 @@ class HostRowsConfig:
         return cls(float(gib), rows)
 
 
-def _is_host_connector(connector: dict[str, Any]) -> bool:
-    return connector.get("kv_connector") == HOST_CONNECTOR and (
-        connector.get("kv_connector_module_path") == HOST_MODULE
-    )
+@dataclass(frozen=True)
+class RecordsConfig:
+    """What ``kv_connector_extra_config`` says of :data:`RECORDS_CONNECTOR`.
+
+    Args:
+        folder: of the records.
+        model: name of the model, by which the training knows it.
+        host_gib: most GiB of host memory for selections that are not written yet.
+    """
+
+    folder: str
+    model: str
+    host_gib: float
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> RecordsConfig | None:
+        """The settings if the selections of a configuration are recorded, else None.
+
+        Raises:
+            ValueError: with the key of ``kv_connector_extra_config`` that does not fit.
+        """
+        transfer = config.kv_transfer_config
+        if transfer is None or not _is_connector(transfer, RECORDS_CONNECTOR, RECORDS_MODULE):
+            return None
+        given, keys = transfer.kv_connector_extra_config, ("folder", "model", "host_gib")
+        if set(given) != set(keys):
+            raise ValueError(
+                f"sparsemla: kv_connector_extra_config of {RECORDS_CONNECTOR} must have "
+                f"{', '.join(keys)}, got {', '.join(sorted(given)) or 'none'}"
+            )
+        folder, model, gib = (given[key] for key in keys)
+        for name, value in (("folder", folder), ("model", model)):
+            if not isinstance(value, str) or not value:
+                raise ValueError(
+                    f"sparsemla: {name} in kv_connector_extra_config of {RECORDS_CONNECTOR} must "
+                    f"be a string that is not empty, got {value!r}"
+                )
+        if isinstance(gib, bool) or not isinstance(gib, int | float) or not gib > 0:
+            raise ValueError(
+                f"sparsemla: host_gib in kv_connector_extra_config of {RECORDS_CONNECTOR} must be "
+                "a positive number, the GiB of host memory of each pipeline stage for selections "
+                f"that are not written yet, got {gib!r}"
+            )
+        return cls(folder, model, float(gib))
+
+
+def _is_connector(transfer: KVTransferConfig, name: str, module: str) -> bool:
+    return bool(transfer.kv_connector == name and transfer.kv_connector_module_path == module)
 
 
 def refuse(config: VllmConfig) -> None:
@@ -216,7 +263,9 @@ def refuse(config: VllmConfig) -> None:
     ours = custom_is_ours()
     per_kind = ours and custom in attention.backend_per_kind.values()
     in_target = per_kind or (ours and attention.backend == custom)
+    _refuse_beside_others(config)
     _refuse_host_rows(config, in_target)
+    _refuse_records(config)
     in_draft = ours and speculative is not None and speculative.attention_backend == custom
     has_indexer = indexer_is_named()
     model = config.model_config
@@ -288,6 +337,26 @@ def refuse(config: VllmConfig) -> None:
         )
 
 
+def _refuse_beside_others(config: VllmConfig) -> None:
+    """Stop a start in which a connector of this package is one of several.
+
+    Raises:
+        ValueError: with its name.
+    """
+    transfer = config.kv_transfer_config
+    parts = [] if transfer is None else transfer.kv_connector_extra_config.get("connectors", [])
+    names = {each.get("kv_connector") for each in parts}
+    for name, reason in (
+        (HOST_CONNECTOR, "other connectors copy pages of the GPU, which have no rows"),
+        (RECORDS_CONNECTOR, "tokens that other connectors bring have no selections here"),
+    ):
+        if name in names:
+            raise ValueError(
+                f"sparsemla: {name} must be the only KV connector, as {reason}; "
+                f"got {transfer.kv_connector}"
+            )
+
+
 def _refuse_host_rows(config: VllmConfig, in_target: bool) -> None:
     """Stop a start in which rows on the host were named, but another setting does not go with them.
 
@@ -298,16 +367,7 @@ def _refuse_host_rows(config: VllmConfig, in_target: bool) -> None:
     Raises:
         ValueError: with the reason.
     """
-    transfer, model = config.kv_transfer_config, config.model_config
-    if transfer is None:
-        return
-    parts = transfer.kv_connector_extra_config.get("connectors", [])
-    if any(each.get("kv_connector") == HOST_CONNECTOR for each in parts):
-        raise ValueError(
-            f"sparsemla: {HOST_CONNECTOR} must be the only KV connector, as other connectors copy "
-            f"pages of the GPU, which have no rows; got {transfer.kv_connector}"
-        )
-    settings = HostRowsConfig.of(config)
+    settings, model = HostRowsConfig.of(config), config.model_config
     if settings is None or model is None or model.is_submodel_config:
         return
     most = 1 + config.num_speculative_tokens
@@ -340,6 +400,44 @@ def _refuse_host_rows(config: VllmConfig, in_target: bool) -> None:
         if present:
             raise ValueError(
                 f"sparsemla: {problem}; otherwise remove {HOST_CONNECTOR} from --kv-transfer-config"
+            )
+
+
+def _refuse_records(config: VllmConfig) -> None:
+    """Stop a start in which records were named, but another setting does not go with them.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    settings, model = RecordsConfig.of(config), config.model_config
+    if settings is None or model is None or model.is_submodel_config:
+        return
+    parallel, speculative = config.parallel_config, config.speculative_config
+    pcp = parallel.prefill_context_parallel_size
+    problems = {
+        f"the model must be one of {', '.join(DEEPSEEK_V32)}, got {model.architectures}": (
+            model.architectures[0] not in DEEPSEEK_V32
+        ),
+        f"VLLM_PLUGINS must name {INDEXER_PLUGIN}, as the lists of vLLM's indexer do not ascend": (
+            not indexer_is_active()
+        ),
+        "VLLM_USE_V2_MODEL_RUNNER must not be 0, and settings that need the model runner V1 must "
+        "be off, as only V2 tells a connector which tokens a step has": (
+            not config.use_v2_model_runner
+        ),
+        f"--prefill-context-parallel-size must be 1, as each rank selects for some tokens only; "
+        f"got {pcp}": pcp > 1,
+        "--enable-dbo and --ubatch-size must be off, as a step must be one batch": (
+            parallel.use_ubatching
+        ),
+        "enable_adaptive_verification must be off, as the number of drafts is then known on the "
+        "GPU only": getattr(speculative, "enable_adaptive_verification", False),
+    }
+    for problem, present in problems.items():
+        if present:
+            raise ValueError(
+                f"sparsemla: {problem}; otherwise remove {RECORDS_CONNECTOR} from "
+                "--kv-transfer-config"
             )
 
 

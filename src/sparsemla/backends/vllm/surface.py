@@ -311,7 +311,12 @@ INDEXER = WARMUP + _rows(
             indexer
     vllm.model_executor.layers.sparse_attn_indexer:
         SparseAttnIndexer: exchanged op of the portable class
+    vllm.model_executor.models.utils:
+        extract_layer_index: numbers of layers whose selections are recorded
+            layer_name
     vllm.model_executor.models.deepseek_v2:
+        DeepseekV32IndexerCache: layers whose selections are recorded
+            prefix
         Indexer: weights of the indexer
             wq_b wk_weights_proj k_norm k_cache n_head head_dim topk_tokens topk_indices_buffer
             vllm_config
@@ -360,6 +365,52 @@ INDEXER = WARMUP + _rows(
     """
 )
 
+RECORDING = INDEXER + _rows(
+    """
+    vllm.config.speculative:
+        SpeculativeConfig: refused settings
+            enable_adaptive_verification
+    vllm.distributed:
+        get_pp_group: layers of a stage
+    vllm.distributed.kv_transfer:
+        get_kv_transfer_group: records that are written at once
+    vllm.distributed.kv_transfer.kv_connector.v1.base:
+        KVConnectorBase_V1: base class
+            _get_connector_metadata _vllm_config build_connector_meta finish_forward
+            get_num_new_matched_tokens register_kv_caches requires_kv_delivery save_kv_layer
+            shutdown start_load_kv unregister_kv_caches update_state_after_alloc
+            wait_for_layer_load wait_for_save
+        KVConnectorMetadata: base class
+        KVConnectorRole: type of an argument
+        SupportsHMA: base class
+            request_finished_all_groups
+    vllm.forward_context:
+        ForwardContext: type of an argument
+    vllm.v1.attention.backend:
+        AttentionMetadata: type of an argument
+    vllm.v1.core.kv_cache_manager:
+        KVCacheBlocks: type of an argument
+    vllm.v1.core.sched.output:
+        SchedulerOutput: tokens of a step
+            has_sync_kv_loads num_scheduled_tokens scheduled_cached_reqs scheduled_new_reqs
+        NewRequestData: requests that come, or come again
+            num_computed_tokens prefill_token_ids req_id
+        CachedRequestData: tokens of a step
+            num_computed_tokens req_ids
+    vllm.v1.kv_cache_interface:
+        KVCacheConfig: type of an argument
+    vllm.v1.request:
+        Request: what has finished
+            num_tokens request_id
+    vllm.v1.worker.gpu.kv_connector:
+        ActiveKVConnector: calls of the connector
+            _build_load_kwargs finalize_step finish_forward post_forward pre_forward set_disabled
+    vllm.v1.worker.gpu.input_batch:
+        InputBatch: order of a batch
+            req_ids
+    """
+)
+
 NVIDIA = _rows(
     """
     vllm:
@@ -375,8 +426,8 @@ NVIDIA = _rows(
         attention: exchanged function
             sparse_attn_indexer DeepseekV32Attention
     vllm.models.deepseek_v32.attention:
-        DeepseekV32Attention: whether the exchange took
-            _sparse_indexer_and_attn indexer layer_name
+        DeepseekV32Attention: whether the exchange took, and the buffer of selections
+            _sparse_indexer_and_attn indexer layer_name topk_indices_buffer
         DeepseekV32Indexer: exchanged class of the index cache
             indexer_cache_cls k_cache
     vllm.model_executor.models.deepseek_v2:
@@ -474,6 +525,8 @@ SURFACE = {
     "indexer": INDEXER,
     "nvidia": NVIDIA,
     "projection": DEEPSEEK_V4,
+    "recorded": INDEXER,
+    "recording": RECORDING,
     "settings": CONFIG,
     "warmup": WARMUP,
 }
