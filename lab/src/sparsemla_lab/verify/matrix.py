@@ -1623,6 +1623,7 @@ def _sparse_decode() -> list[Case]:
             for heads in (16, 64)
         ),
         Case("float16", build(make, format=FP8_DS_MLA, dtype=torch.float16, **both)),
+        Case("float32, FP4 rows", build(make, format=FP4_288, dtype=torch.float32, **both)),
         Case("scales of any value", build(_odd_scales)),
         *_exact_scales(make, seq_len=300, topk=200, **both),
         Case("exact scales, one key", build(_one_key, make)),
