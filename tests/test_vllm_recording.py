@@ -427,6 +427,7 @@ def test_a_stage_names_its_files(build_model, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_copies_of_captured_steps():
     """Each step overwrites the lists of the one before while those may still be copied."""
     lists = torch.empty(3, 32, 2048, dtype=torch.int32, device="cuda")
