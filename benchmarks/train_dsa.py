@@ -25,10 +25,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -399,7 +399,7 @@ def evaluate(
     return {"loss": quarters.mean().item(), "by_quarter": quarters.tolist(), "recall": found}
 
 
-def table(run: Run) -> dict[str, dict[str, object]]:
+def table(run: Run) -> dict[str, dict[str, Any]]:
     """Fill ``results.json``, of which earlier runs may have written a part."""
     topk, path = run.size.config.index_topk, run.folder / "results.json"
     sparse = over(selection, topk)
@@ -567,6 +567,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def as_text(
+    results: dict[str, dict[str, Any]],
+    found: dict[str, tuple[bool, str]],
+    judged: Collection[str],
+) -> str:
+    """The table and the checks as columns."""
+    distances = next(iter(results.values()))["recall"]
+    heads = "".join(f"{f'recall at {distance}':>16}" for distance in distances)
+    lines = ["", f"{'':<32}{'loss':>8}{heads}"]
+    for name, row in results.items():
+        recall = "".join(f"{value:>16.3f}" for value in row["recall"].values())
+        lines.append(f"{name:<32}{row['loss']:>8.4f}{recall}")
+    lines.append("")
+    for name, (passed, numbers) in found.items():
+        verdict = ("passed" if passed else "failed") if name in judged else "not judged"
+        lines.append(f"{name:<44}{verdict:<12}{numbers}")
+    return "\n".join([*lines, ""])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, measure and export; 0 if all checks pass, 1 if not, 2 if the time is over."""
     deadline = time.perf_counter()
@@ -597,6 +616,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     judged = found.keys() if size.learns else [name for name in EXACT if name in found]
     for name, (passed, numbers) in found.items():
         run.say(check=name, passed=passed, judged=name in judged, found=numbers)
+    sys.stdout.write(as_text(table(run), found, judged))
     return 0 if all(found[name][0] for name in judged) else 1
 
 

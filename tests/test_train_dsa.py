@@ -80,6 +80,22 @@ def test_each_loss_reaches_its_own_part():
     assert [p.grad for p in indexer if p.grad is not None] == []
 
 
+def test_the_end_is_a_table_in_columns(folder, capsys):
+    """Everything is there, so nothing is trained again."""
+    assert train(folder) == 0
+    *_, rows, verdicts = capsys.readouterr().out.split("\n\n")
+    head, *rows = rows.splitlines()
+    assert " ".join(head.split()) == "loss recall at 16 recall at 32 recall at 64"
+    results = json.loads((folder / "results.json").read_text())
+    assert [row[:32].rstrip() for row in rows] == list(results)
+    assert [float(row[32:40]) for row in rows] == [
+        round(each["loss"], 4) for each in results.values()
+    ]
+    words = [line[44:].split()[0] for line in verdicts.splitlines()]
+    assert words.count("passed") == len(train_dsa.EXACT)
+    assert set(words) == {"passed", "not"}
+
+
 def test_losses_fall(folder):
     log = lines(folder)
     dense = [line["loss"] for line in log if line.get("stage") == "dense"]

@@ -351,7 +351,7 @@ def test_a_rank_without_recorded_layers_does_nothing(build_model, tmp_path, monk
 
 @ON_CPU
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_rows_of_a_batch_are_those_of_its_requests(build_model, tmp_path, captured):
+def test_rows_of_a_batch_are_those_of_its_requests(build_model, tmp_path, monkeypatch, captured):
     """Requests of few tokens between others, padding, and lengths that only the device has."""
     config, _ = build_model(False, "auto", kv_transfer_config=connector(tmp_path))
     made = recording.RecordsConnector(config, KVConnectorRole.WORKER, planned(config))
@@ -373,7 +373,9 @@ def test_rows_of_a_batch_are_those_of_its_requests(build_model, tmp_path, captur
     bound = 4  # drafts that were rejected, as the scheduler does not know yet
     new = [
         SimpleNamespace(
-            req_id=each, num_computed_tokens=ends[each] - counts[each], prefill_token_ids=[]
+            req_id=each,
+            num_computed_tokens=ends[each] - counts[each],
+            prefill_token_ids=[1] * ends[each],
         )
         for each in ("few", "a")
     ]
@@ -390,8 +392,13 @@ def test_rows_of_a_batch_are_those_of_its_requests(build_model, tmp_path, captur
     context = SimpleNamespace(attn_metadata=None if captured else metadata)
     given = {"attn_metadata": metadata} if captured else {}
     made.bind_connector_metadata(recording.RecordsMetadata({}))
+    resume, resumed = made.recorder.resume, []
+    monkeypatch.setattr(
+        made.recorder, "resume", lambda *each: resumed.append(each) or resume(*each)
+    )
     made.start_load_kv(context, request_ids=list(counts), scheduler_output=out, **given)
     assert made.step.runs == [(2, 6), (7, 9)]
+    assert resumed == [("few", 9), ("a", 300)]  # nothing is known of them yet
     made.finish_forward()
     made.wait_for_save()
     lens.zero_()
@@ -427,6 +434,7 @@ def test_a_stage_names_its_files(build_model, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_copies_of_captured_steps():
     """Each step overwrites the lists of the one before while those may still be copied."""
     lists = torch.empty(3, 32, 2048, dtype=torch.int32, device="cuda")

@@ -197,9 +197,12 @@ class RecordsConnector(KVConnectorBase_V1, SupportsHMA):
         if not layers:
             return
         first, self.name = layers[0][2].selections, layers[0][1]
+        (tokens, topk), about = first.shape, {"dtype": first.dtype, "device": first.device}
+        del first
         for _, _, layer in layers:
-            layer.selections = None  # the memory of the tensor
-        buffer = first.new_empty(len(first), len(layers), first.shape[1])
+            layer.selections = None
+        torch.accelerator.empty_cache()  # what vLLM's profiling has counted
+        buffer = torch.empty(tokens, len(layers), topk, **about)
         for place, (_, _, layer) in enumerate(layers):
             layer.selections = buffer[:, place]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -208,7 +211,7 @@ class RecordsConnector(KVConnectorBase_V1, SupportsHMA):
         self.recorder = Recorder(
             self.folder,
             model=settings.model,
-            topk=first.shape[1],
+            topk=topk,
             layers=[layer_idx for layer_idx, _, _ in layers],
             dtype=buffer.dtype,
             limit=int(settings.host_gib * 2**30),
@@ -221,7 +224,7 @@ class RecordsConnector(KVConnectorBase_V1, SupportsHMA):
             len(layers),
             self.folder,
             self.recorder.block_bytes // BLOCK,
-            first.shape[1],
+            topk,
             settings.host_gib,
             buffer.nbytes / 2**30,
         )
