@@ -61,7 +61,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers
 
 import replay
 import test_vllm
-from sparsemla import HostCache, HotRows, PagedCache, offload
+from sparsemla import HostCache, HotRows, PagedCache, hot_rows
 from sparsemla.backends.vllm import (
     attention,
     host,
@@ -701,7 +701,7 @@ def test_rows_on_the_host_reach_no_kernel_that_was_not_warmed_up(
     ops = {
         attention: ("sparse_decode", "sparse_prefill"),
         host_attention: ("fetch_rows", "to_slots"),
-        offload: ("fetch_rows", "forget_seats", "resolve_rows"),
+        hot_rows: ("fetch_rows", "forget_seats", "resolve_rows"),
     }
     calls = replay.spy(monkeypatch, ops)
     first, second = prompts(2, 63 * 22 + 5)

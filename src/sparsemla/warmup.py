@@ -25,9 +25,10 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat, as_format
+from sparsemla.host_cache import HostCache
+from sparsemla.host_context import HostContext
 from sparsemla.kernels.attention.schedule import converts_first
 from sparsemla.kernels.common.device import meta_means, num_multiprocessors
-from sparsemla.offload import HostCache, HostContext
 from sparsemla.ops import (
     entry_slots,
     fetch_rows,

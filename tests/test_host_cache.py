@@ -19,7 +19,7 @@ from sparsemla import (
     dense_decode,
     e4m3_format,
     gather_dequant,
-    offload,
+    host_cache,
     pinned,
     sparse_decode,
     sparse_prefill,
@@ -67,8 +67,8 @@ def install_driver(monkeypatch, cudart):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(offload, "check_device", lambda name, device: None)
-    monkeypatch.setattr(offload, "alias", lambda rows, device: rows)
+    monkeypatch.setattr(host_cache, "check_device", lambda name, device: None)
+    monkeypatch.setattr(host_cache, "alias", lambda rows, device: rows)
     monkeypatch.setattr(pinned, "_forget_error", clear)
     monkeypatch.setattr(pinned, "MAX_PIECE", 300_000)
     return cudart
@@ -185,7 +185,7 @@ def test_ranks_all_have_a_cache_or_none(tmp_path):
 
 
 def test_more_than_the_host_has(monkeypatch):
-    monkeypatch.setattr(offload, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(host_cache, "available_bytes", lambda: 1_000_000)
     with pytest.raises(
         ValueError,
         match="num_pages must be at most 11, for which 1000000 free bytes of the host suffice, "

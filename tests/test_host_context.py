@@ -1,0 +1,137 @@
+"""Contexts of prefills from rows in host memory have the bits of a cache on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparsemla import (
+    BF16_576,
+    FP8_DS_MLA,
+    HostContext,
+    PagedCache,
+    e4m3_format,
+    gather_dequant,
+    plan_batch,
+    sparse_prefill,
+    to_slots,
+)
+from streams import Streams
+from test_hot_rows import HEADS, PAGE_SIZE, host_cache, plan_of
+
+
+def prefill_plan(workspace_rows=40):
+    table = torch.arange(16, dtype=torch.int32).view(4, 4)[:, [3, 1, 2, 0]]
+    return plan_batch(
+        [1, 5, 7, 2], [9, 16, 7, 12], table, page_size=PAGE_SIZE, workspace_rows=workspace_rows
+    )
+
+
+@pytest.mark.parametrize("workspace_rows", [40, 23])
+@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_contexts_are_gathered_ahead(monkeypatch, workspace_rows, ahead, late):
+    """With the bits of a gather from a resident cache, though layers write their rows later."""
+    plan, stream = prefill_plan(workspace_rows), Streams(monkeypatch).side if late else None
+    host = host_cache(3)
+    resident = PagedCache.allocate(FP8_DS_MLA, 16, PAGE_SIZE, num_layers=3)
+    for layer in range(3):
+        resident.layer(layer).data.copy_(host.layer(layer).data)
+    context = HostContext(host, max_rows=workspace_rows, ahead=ahead, stream=stream)
+    assert context.memory_bytes == (ahead + 1) * workspace_rows * 576 * 2
+    q = torch.randn(plan.num_tokens, HEADS, 576).bfloat16()
+    for _ in range(2):
+        context.start(plan)
+        for layer in range(3):
+            new = torch.randn(plan.num_tokens, 576)
+            for cache in (resident.layer(layer), host.layer(layer)):
+                cache.write(plan.slot_mapping, new)
+            for number, chunk in enumerate(plan.prefill_chunks):
+                rows = context.rows(layer, number)
+                expected = torch.empty_like(rows)
+                gather_dequant(
+                    resident.layer(layer),
+                    chunk.page_table,
+                    chunk.seq_lens,
+                    chunk.workspace_starts,
+                    out=expected,
+                )
+                assert torch.equal(rows, expected)
+                slots = torch.arange(len(rows), dtype=torch.int32)[None].repeat(plan.num_tokens, 1)
+                out = sparse_prefill(q, rows, slots, softmax_scale=0.1)[0]
+                assert torch.equal(out, sparse_prefill(q, expected, slots, softmax_scale=0.1)[0])
+
+
+@pytest.mark.parametrize("format", [FP8_DS_MLA, BF16_576, e4m3_format()])
+@pytest.mark.parametrize("max_rows", [40, 13])
+@pytest.mark.parametrize("late", [False, True])
+def test_few_tokens_fetch_what_they_select(monkeypatch, format, max_rows, late):
+    """With the bits of attention over a resident cache, in pieces of several tokens or of one."""
+    streams = Streams(monkeypatch) if late else None
+    host, plan = host_cache(2, format), prefill_plan()
+    context = HostContext(host, max_rows=max_rows, stream=streams.side if late else None)
+    q = torch.randn(plan.num_tokens, HEADS, 576).bfloat16()
+    chosen = torch.full((plan.num_tokens, 8), -1)
+    for token, position in enumerate(plan.positions.tolist()):
+        picked = torch.randperm(position + 1)[:8].sort().values
+        chosen[token, : len(picked)] = picked
+    slots = to_slots(chosen, plan.page_table, plan.request_ids, page_size=PAGE_SIZE)
+    for layer in (1, 0):
+        pieces = 0
+        for tokens, rows, indices in context.selected(layer, chosen, plan):
+            assert rows.page_size == 1
+            ours = sparse_prefill(q[tokens], rows, indices, softmax_scale=0.1)
+            cache = PagedCache(host.layer(layer).data, format, host.layer(layer).scales)
+            theirs = sparse_prefill(q[tokens], cache, slots[tokens], softmax_scale=0.1)
+            assert all(map(torch.equal, ours, theirs))
+            pieces += 1
+        most = max_rows * 1152 // format.page_bytes(1) // 8
+        if format.scales_in == "tensor":
+            most = max_rows * 1152 // (576 + 20) // 16 * 16 // 8
+        assert pieces == -(-plan.num_tokens // most)
+    assert not late or not streams.queue
+
+
+def test_when_few_tokens_select_few_rows():
+    context = HostContext(host_cache(), max_rows=40)
+    plan = prefill_plan().prefills  # 14 tokens over contexts of 35
+    assert context.selects(plan, 1)
+    assert not context.selects(plan, 2)
+
+
+def test_errors_of_selected_rows():
+    context, plan = HostContext(host_cache(), max_rows=40), prefill_plan()
+    chosen = torch.zeros(plan.num_tokens, 8, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"topk_indices must have shape \[15, K\], got \[14, 8\]"):
+        context.selected(0, chosen[1:], plan)
+    with pytest.raises(ValueError, match="layer_idx must be below 2, got 2"):
+        context.selected(2, chosen, plan)
+    with pytest.raises(ValueError, match="max_rows must have room for the 90 rows of a token"):
+        context.selected(0, torch.zeros(15, 90, dtype=torch.int32), plan)
+    context.start(plan)
+    with pytest.raises(ValueError, match=r"the step of rows\(\) must be over, got 0 of 2"):
+        context.selected(0, chosen, plan)
+
+
+def test_errors_of_contexts():
+    host = host_cache()
+    context = HostContext(host, max_rows=30)
+    with pytest.raises(ValueError, match=r"start\(plan\) must begin a step first, got layer 0"):
+        context.rows(0)
+    with pytest.raises(ValueError, match="plan must have chunks of at most 30 rows, got 35"):
+        context.start(prefill_plan())
+    with pytest.raises(ValueError, match="plan must have prefill chunks, made with workspace_rows"):
+        context.start(plan_of(9))
+    context.start(prefill_plan(23))
+    context.rows(0)
+    with pytest.raises(
+        ValueError, match="must come in order, layer 0, chunk 1 is next, got layer 1, chunk 0"
+    ):
+        context.rows(1)
+    for layer, chunk in ((0, 1), (1, 0), (1, 1)):
+        context.rows(layer, chunk)
+    with pytest.raises(ValueError, match="must begin a step first, got layer 2, chunk 0"):
+        context.rows(2)
+    host.close()
+    with pytest.raises(ValueError, match="host must be open"):
+        context.start(prefill_plan(23))
