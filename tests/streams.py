@@ -17,7 +17,7 @@ class Streams:
 
     def __init__(self, monkeypatch):
         streams = self
-        self.queue, self.beside, self.forks, self.num_late = [], False, 0, 0
+        self.queue, self.beside, self.forks, self.num_late, self.joined = [], False, 0, 0, 0
 
         class Stream:
             def __init__(self, device=None):
@@ -26,6 +26,7 @@ class Streams:
             def wait_event(self, event):
                 if self is streams.main:
                     assert event.on is not streams.main
+                    streams.joined += 1
                     while event in streams.queue:
                         streams.run(streams.queue.pop(0))
                 else:

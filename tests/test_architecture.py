@@ -55,6 +55,7 @@ LAYERS = {
     "sparsemla.plan": ("validation", "formats", "cache", "checks"),
     "sparsemla.runner": ("validation", "plan"),
     "sparsemla.pinned": (),
+    "sparsemla.side_stream": (),
     "sparsemla.host_cache": ("validation", "formats", "cache", "pinned"),
     "sparsemla.hot_rows": (
         "validation",
@@ -64,6 +65,7 @@ LAYERS = {
         "residency",
         "shards",
         "host_cache",
+        "side_stream",
         "ops.residency",
     ),
     "sparsemla.host_context": (
@@ -72,6 +74,7 @@ LAYERS = {
         "cache",
         "plan",
         "host_cache",
+        "side_stream",
         "ops.gather",
         "ops.residency",
     ),

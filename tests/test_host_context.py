@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -12,16 +14,18 @@ from sparsemla import (
     PagedCache,
     e4m3_format,
     gather_dequant,
+    host_context,
     plan_batch,
     sparse_prefill,
     to_slots,
 )
+from sparsemla.host_context import _rows_in
 from streams import Streams
 from test_hot_rows import HEADS, PAGE_SIZE, host_cache, plan_of
 
 
-def prefill_plan(workspace_rows=40):
-    table = torch.arange(16, dtype=torch.int32).view(4, 4)[:, [3, 1, 2, 0]]
+def prefill_plan(workspace_rows=40, device="cpu"):
+    table = torch.arange(16, dtype=torch.int32, device=device).view(4, 4)[:, [3, 1, 2, 0]]
     return plan_batch(
         [1, 5, 7, 2], [9, 16, 7, 12], table, page_size=PAGE_SIZE, workspace_rows=workspace_rows
     )
@@ -90,6 +94,58 @@ def test_few_tokens_fetch_what_they_select(monkeypatch, format, max_rows, late):
             most = max_rows * 1152 // (576 + 20) // 16 * 16 // 8
         assert pieces == -(-plan.num_tokens // most)
     assert not late or not streams.queue
+
+
+def test_a_fetch_keeps_its_lists_until_it_is_joined(monkeypatch):
+    """Its stream may still read them when the caller leaves, as it does after an error."""
+    streams = Streams(monkeypatch)
+    host, plan = host_cache(), prefill_plan()
+    context = HostContext(host, max_rows=13, stream=streams.side)
+    lists = []
+    monkeypatch.setattr(
+        host_context,
+        "fetch_rows",
+        lambda source, target, *tensors: lists.append(weakref.ref(tensors[0]._base)),
+    )
+    chosen = torch.zeros(plan.num_tokens, 8, dtype=torch.int32)
+    pieces = context.selected(0, chosen, plan)
+    next(pieces)
+    pieces.close()
+    assert len(lists) == 2  # the second piece was on its way
+    assert lists[1]() is not None
+    joined = streams.joined
+    for _ in context.selected(0, chosen, plan):
+        pass
+    assert lists[1]() is None
+    assert streams.joined > joined
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_selection_that_is_left_fetches_the_rows_that_it_listed(monkeypatch):
+    """On a GPU memory of the lists would be taken by the next tensors of their size."""
+    host, plan = host_cache(device="cuda"), prefill_plan(device="cuda")
+    context = HostContext(host, max_rows=13)
+    fetch = host_context.fetch_rows
+
+    def late(*arguments):
+        torch.cuda._sleep(100_000_000)
+        fetch(*arguments)
+
+    chosen = torch.zeros(plan.num_tokens, 8, dtype=torch.int32, device="cuda")
+    chosen += plan.positions[:, None].int()
+    pieces = context.selected(0, chosen, plan)
+    monkeypatch.setattr(host_context, "fetch_rows", late)
+    tokens, _, _ = next(pieces)
+    pieces.close()
+    for _ in range(8):
+        torch.full((plan.num_tokens, 8), -1, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    second = slice(tokens.stop, 2 * tokens.stop)
+    slots = to_slots(chosen, plan.page_table, plan.request_ids, page_size=PAGE_SIZE)[second]
+    fetched = _rows_in(context._buffers[1], FP8_DS_MLA).data.flatten(0, 1)
+    expected = host.layer(0).data.flatten(0, 1)[slots.flatten().long()]
+    assert torch.equal(fetched[: slots.numel()], expected)
 
 
 def test_when_few_tokens_select_few_rows():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +16,7 @@ from sparsemla import (
     ContextShard,
     DecodeRunner,
     HostCache,
+    HostContext,
     HotRows,
     PagedCache,
     e4m3_format,
@@ -22,6 +25,7 @@ from sparsemla import (
     sparse_decode,
     to_slots,
 )
+from sparsemla.side_stream import SideStream
 from streams import Streams
 
 PAGE_SIZE, NUM_PAGES, MAX_PAGES = 4, 64, 16
@@ -252,10 +256,53 @@ def test_fetches_may_run_as_late_as_attention(monkeypatch):
     assert not streams.queue
 
 
-def host_cache(num_layers=2, format=FP8_DS_MLA):
-    host = HostCache.allocate(format, 16, PAGE_SIZE, num_layers=num_layers, device="cpu")
+def test_memory_that_streams_write_waits_for_them(monkeypatch):
+    """The caching allocator would give it to others when hot rows are dropped."""
+    owned = []
+    monkeypatch.setattr(SideStream, "owns", lambda self, *tensors: owned.extend(tensors))
+    host = host_cache(format=e4m3_format())
+    both = HotRows(host, seats=2, rows_per_seat=TOPK, topk=TOPK), HostContext(host, max_rows=5)
+    assert sum(tensor.nbytes for tensor in owned) == sum(each.memory_bytes for each in both)
+
+
+def test_a_search_keeps_its_inputs_until_it_is_joined(monkeypatch):
+    """Also if attention never asks for the layer, and its next search or forget comes first."""
+    streams = Streams(monkeypatch)
+    hot = HotRows(
+        host_cache(), seats=2, rows_per_seat=TOPK, topk=TOPK, stream=streams.side
+    )  # fmt: skip
+    monkeypatch.setattr(HotRows, "_lead", lambda *arguments: None)
+
+    def search():
+        chosen = lists([0, 1])
+        hot.resolve(0, chosen, plan_of(9), seats_of(1))
+        return weakref.ref(chosen)
+
+    def stops():
+        monkeypatch.setattr(HotRows, "_lead", lambda *arguments: 1 // 0)
+        chosen = lists([0, 1])
+        with pytest.raises(ZeroDivisionError):
+            hot.resolve(0, chosen, plan_of(9), seats_of(1))
+        return weakref.ref(chosen)
+
+    for begin in (search, stops):
+        for join in (search, hot.forget, lambda: hot.truncate([0], [3]), lambda: hot.layer(0)):
+            read, joined = begin(), streams.joined
+            gc.collect()
+            assert read() is not None
+            assert len(streams.queue) == 1  # what the join waits for
+            if join is not search or begin is search:
+                join()
+                assert streams.joined == joined + 1
+                assert read() is None
+            hot.layer(0)
+
+
+def host_cache(num_layers=2, format=FP8_DS_MLA, device="cpu"):
+    host = HostCache.allocate(format, 16, PAGE_SIZE, num_layers=num_layers, device=device)
     for layer in range(num_layers):
-        host.layer(layer).write(torch.arange(host.num_slots), torch.randn(host.num_slots, 576))
+        slots = torch.arange(host.num_slots, device=device)
+        host.layer(layer).write(slots, torch.randn(host.num_slots, 576).to(device))
     return host
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from sparsemla.host_cache import HostCache
 from sparsemla.ops.gather import gather_dequant, to_slots
 from sparsemla.ops.residency import fetch_rows
 from sparsemla.plan import Plan, PrefillChunk
+from sparsemla.side_stream import SideStream
 from sparsemla.validation import check_integer, check_integers, check_kind
 
 
@@ -63,16 +63,12 @@ class HostContext:
         if stream is not None:
             check_kind("stream", stream, torch.cuda.Stream)
         self._host, self.max_rows, self._ahead = host, int(max_rows), int(ahead)
-        self._stream = stream
-        if stream is None and host.device.type == "cuda":
-            self._stream = torch.cuda.Stream(host.device)
+        self._side = SideStream(host.device, stream, ahead + 1)
         self._buffers = [
             torch.zeros(max_rows, host.format.head_dim, dtype=torch.bfloat16, device=host.device)
             for _ in range(ahead + 1)
         ]
-        self._copied: list[torch.cuda.Event | None] = [
-            None if self._stream is None else torch.cuda.Event() for _ in self._buffers
-        ]
+        self._side.owns(*self._buffers)
         self._chunks: list[_ChunkLengths] = []
         self._next = 0
 
@@ -100,8 +96,6 @@ class HostContext:
         if most > self.max_rows:
             raise ValueError(f"plan must have chunks of at most {self.max_rows} rows, got {most}")
         queries = plan.input_row_offsets.diff()
-        if self._stream is not None:  # copies of a step that was left may read its lengths
-            torch.cuda.current_stream(self._host.device).wait_stream(self._stream)
         self._chunks = [_ChunkLengths.of(chunk, queries) for chunk in plan.prefill_chunks]
         self._next = 0
         for item in range(min(self._ahead, self._num_items)):
@@ -139,7 +133,7 @@ class HostContext:
         item, self._next = self._next, self._next + 1
         lengths = self._chunks[chunk]
         place = item % len(self._buffers)
-        self._wait(place)
+        self._side.join(place)
         rows = self._buffers[place][: lengths.num_rows]
         gather_dequant(
             self._host.layer(layer_idx),
@@ -172,7 +166,8 @@ class HostContext:
 
         The layer's own rows of this step must have been written to ``host.layer(layer_idx)``. The
         next piece is fetched while the one that was yielded is in use. Attention has the bits of
-        attention over a cache on the GPU.
+        attention over a cache on the GPU. A caller may leave early, as after an error: the piece
+        that is on its way keeps its lists.
 
         Args:
             layer_idx: the layer, in any order.
@@ -230,14 +225,15 @@ class HostContext:
         def fetch(number: int) -> None:
             tokens = pieces[number]
             count = tokens.stop - tokens.start
-            with self._beside(number % 2):
+            with self._side.fork(number % 2, slots, rows, counts):
                 target = places[number % 2]
                 fetch_rows(source, target, slots[tokens], rows[:count], counts[:count])
+                self._side.end(number % 2)
 
         for number, tokens in enumerate(pieces):
             if number == 0:
                 fetch(0)
-            self._wait(number % 2)
+            self._side.join(number % 2)
             if number + 1 < len(pieces):
                 fetch(number + 1)
             listed = rows[: tokens.stop - tokens.start].where(slots[tokens] >= 0, -1)
@@ -256,29 +252,11 @@ class HostContext:
     def _num_items(self) -> int:
         return self._host.num_layers * len(self._chunks)
 
-    def _wait(self, place: int) -> None:
-        """Let the current stream wait for what was put into a workspace."""
-        copied = self._copied[place]
-        if copied is not None:
-            torch.cuda.current_stream(self._host.device).wait_event(copied)
-
-    @contextlib.contextmanager
-    def _beside(self, place: int) -> Iterator[None]:
-        """Fill a workspace on the stream of the copies, after all that the current stream has."""
-        copied = self._copied[place]
-        if self._stream is None or copied is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._host.device))
-        with torch.cuda.stream(self._stream):
-            yield
-        copied.record(self._stream)
-
     def _copy(self, item: int) -> None:
         """Copy the contexts of a layer's chunk, after all that the current stream has."""
         layer_idx, chunk = divmod(item, len(self._chunks))
         lengths, place = self._chunks[chunk], item % len(self._buffers)
-        with self._beside(place):
+        with self._side.fork(place, lengths):
             gather_dequant(
                 self._host.layer(layer_idx),
                 lengths.page_table,
@@ -286,6 +264,7 @@ class HostContext:
                 lengths.starts,
                 out=self._buffers[place][: lengths.num_rows],
             )
+            self._side.end(place)
 
 
 def _rows_in(workspace: Tensor, format: CacheFormat) -> PagedCache:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from sparsemla.ops.residency import (
 from sparsemla.plan import HostInts, Plan, host_ints
 from sparsemla.residency import EMPTY, RowTable
 from sparsemla.shards import ContextShard
+from sparsemla.side_stream import SideStream
 from sparsemla.validation import LIMIT, check_device, check_integer, check_integers, check_kind
 
 
@@ -161,9 +161,7 @@ class HotRows:
             check_kind("stream", stream, torch.cuda.Stream)
         self.num_layers, self.seats, self.rows_per_seat = int(num_layers), int(seats), rows_per_seat
         self.topk, self.query_len, self._shard = topk, query_len, shard
-        self._stream = stream
-        if stream is None and self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device)
+        self._side = SideStream(self.device, stream, self.num_layers)
 
         def integers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -208,12 +206,9 @@ class HotRows:
             dtype=torch.uint8,
         )
         self._columns = torch.arange(query_len, device=self.device)
-        self._forked = None if self._stream is None else torch.cuda.Event()
-        self._fetched = [None if self._stream is None else torch.cuda.Event() for _ in self._rows]
-        self._waited: dict[int, tuple[object, ...]] = {}
-        """Layers whose fetch runs, and the tensors that it reads."""
         self._unresolved: set[int] = set()
         """Followers that lack the rows of this step's tokens."""
+        self._side.owns(*self._tensors())
         self._host: HostCache | None = None
         if host is not None:
             self.attach(host)
@@ -253,18 +248,14 @@ class HotRows:
     @property
     def memory_bytes(self) -> int:
         """Bytes of the device."""
-        caches = [each for rows in self._rows for each in (rows.data, rows.scales)]
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        """All tensors, which live as long as the hot rows."""
+        scales = [rows.scales for rows in self._rows if rows.scales is not None]
         table = self._table.keys, self._table.rows, self._table.order
-        tensors = (
-            *caches,
-            *table,
-            self._first_seats,
-            self._found,
-            self._workspace,
-            self._columns,
-            *self._results,
-        )
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        others = self._first_seats, self._found, self._workspace, self._columns
+        return [*(rows.data for rows in self._rows), *scales, *table, *others, *self._results]
 
     def attach(self, host: HostCache) -> None:
         """Take the rows of this cache, where hot rows had to be allocated before it.
@@ -330,9 +321,9 @@ class HotRows:
                     f"layer_idx must be one of {missing} first, which share the selection that was "
                     f"resolved last, got {layer_idx}; after an interrupted step call forget()"
                 )
-            with self._beside(layer_idx, topk_indices, plan, seats):
+            with self._side.fork(layer_idx, topk_indices, plan, seats):
                 self._lead(host, layer_idx, topk_indices, plan, seats, found, validate)
-                self._mark(layer_idx)
+                self._side.end(layer_idx)
                 if followers := self._followers[leader]:
                     self._fetch_ahead(host, followers, found)
             self._unresolved.update(followers)
@@ -342,10 +333,10 @@ class HotRows:
                     f"layer_idx must be resolved once in a step, after its leader {leader}, "
                     f"got {layer_idx}"
                 )
-            with self._beside(layer_idx, plan):
+            with self._side.fork(layer_idx):
                 new = found.new_slots, found.new_rows, found.new_counts
                 fetch_rows(host.layer(layer_idx), self._rows[layer_idx], *new)
-                self._mark(layer_idx)
+                self._side.end(layer_idx)
             self._unresolved.discard(layer_idx)
         return HotSelection(found.rows, found.counts)
 
@@ -356,10 +347,7 @@ class HotRows:
             TypeError, ValueError: layer_idx is not an integer, or out of range.
         """
         check_integer("layer_idx", layer_idx, 0, self.num_layers)
-        if self._waited.pop(layer_idx, None) is not None:
-            fetched = self._fetched[layer_idx]
-            if fetched is not None:
-                torch.cuda.current_stream(self.device).wait_event(fetched)
+        self._side.join(layer_idx)
         return self._rows[layer_idx]
 
     def forget(self, seats: HostInts | None = None) -> None:
@@ -373,9 +361,9 @@ class HotRows:
         Raises:
             TypeError, ValueError: seats that are not integers, or out of range on the host.
         """
+        self._side.join_all()  # a search of a step that was left may write the table
         if seats is None:
             self._unresolved.clear()
-            self._waited.clear()
             seats = range(self.seats)
         inside, seats = self._checked_seats(seats)
         of_leaders = torch.where(inside, seats + self._first_seats, -1)
@@ -403,6 +391,7 @@ class HotRows:
             )
         if self._shard is not None:
             lengths = self._shard.lengths(lengths)
+        self._side.join_all()
         # Those out of range have a place of their own, behind all seats.
         limits = torch.full((self.seats + 1,), EMPTY, dtype=torch.int64, device=self.device)
         limits.scatter_(0, torch.where(inside, seats, self.seats).long(), lengths.long())
@@ -511,25 +500,6 @@ class HotRows:
         missing = found.miss_slots, found.miss_rows, found.old_counts
         for follower in followers:
             fetch_rows(host.layer(follower), self._rows[follower], *missing)
-
-    @contextlib.contextmanager
-    def _beside(self, layer_idx: int, *read: object) -> Iterator[None]:
-        """Run the block on the stream of the fetches, after all that the current stream has."""
-        # Memory of a tensor that is dropped is given to the current stream at once: keep it.
-        self._waited[layer_idx] = read
-        if self._stream is None or self._forked is None:
-            yield
-            return
-        self._forked.record(torch.cuda.current_stream(self.device))
-        self._stream.wait_event(self._forked)
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def _mark(self, layer_idx: int) -> None:
-        """Let :meth:`layer` wait for the fetches up to here."""
-        fetched = self._fetched[layer_idx]
-        if fetched is not None:
-            fetched.record(self._stream)
 
 
 def _checked_hot(
