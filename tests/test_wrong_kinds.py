@@ -231,9 +231,20 @@ VALID = {
         "host": HostCache.allocate(**host_arguments()),
         "max_rows": 8,
         "ahead": 1,
+        "shard": None,
         "stream": None,
     },
-    "sparsemla.HostContext.start": lambda: {"self": host_context(), "plan": plan_of_host(2)},
+    "sparsemla.HostContext.start": lambda: {
+        "self": host_context(),
+        "plan": plan_of_host(2),
+        "layer_idx": 0,
+    },
+    "sparsemla.HostContext.size": lambda: {"format": FP8_DS_MLA, "max_rows": 8, "ahead": 1},
+    "sparsemla.HostContext.continues": lambda: {
+        "self": host_context(),
+        "plan": plan_of_host(2),
+        "layer_idx": 0,
+    },
     "sparsemla.HostContext.selects": lambda: {
         "self": host_context(),
         "plan": plan_of_host(2),
