@@ -54,9 +54,10 @@ LAYERS = {
     "sparsemla.weights": ("validation", "state", "formats", "checks"),
     "sparsemla.plan": ("validation", "formats", "cache", "checks"),
     "sparsemla.runner": ("validation", "plan"),
+    "sparsemla.numa": (),
     "sparsemla.pinned": (),
     "sparsemla.side_stream": (),
-    "sparsemla.host_cache": ("validation", "formats", "cache", "pinned"),
+    "sparsemla.host_cache": ("validation", "formats", "cache", "numa", "pinned"),
     "sparsemla.hot_rows": (
         "validation",
         "formats",

@@ -459,6 +459,7 @@ RECORDS = {
     "Explanation",
     "HotSelection",
     "HotStats",
+    "NumaNodes",
     "Plan",
     "PrefillChunk",
     "RowFields",

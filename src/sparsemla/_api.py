@@ -18,7 +18,7 @@ from sparsemla.formats import (
     e4m3_format,
     get_format,
 )
-from sparsemla.host_cache import HostCache
+from sparsemla.host_cache import HostCache, NumaNodes
 from sparsemla.host_context import HostContext
 from sparsemla.hot_rows import HotRows, HotSelection, HotStats
 from sparsemla.ops import *
@@ -80,6 +80,7 @@ __all__ = [
     "HotSelection",
     "HotStats",
     "MLALayer",
+    "NumaNodes",
     "PagedCache",
     "Plan",
     "PlanBuffers",

@@ -10,17 +10,31 @@ import functools
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, distributed
 
 from sparsemla.cache import HostLayer
 from sparsemla.formats import CacheFormat, as_format
+from sparsemla.numa import node_of_gpu, nodes_of_memory
 from sparsemla.pinned import OS_PAGE, HostMemory, alias, available_bytes
 from sparsemla.validation import check_device, check_integer, check_kind
+
+
+class NumaNodes(NamedTuple):
+    """Where a GPU and the rows of a :class:`HostCache` are, in a host with several memories.
+
+    Attributes:
+        gpu: the node of the GPU; None if the system does not name it, or without a GPU.
+        rows: the share of the rows on each node; empty if the system does not tell.
+    """
+
+    gpu: int | None
+    rows: dict[int, float]
 
 
 class HostCache:
@@ -89,6 +103,8 @@ class HostCache:
                 pages = self._take(*lead, scale_bytes).view(fmt.scale_dtype)
                 scales = [*pages.unflatten(-1, (self.page_size, fmt.num_scales))]
             self._layers += map(HostLayer, rows, itertools.repeat(fmt), scales)
+            if self.device.type == "cuda":
+                self._check_nodes()
         except BaseException:
             self.close()
             raise
@@ -107,7 +123,8 @@ class HostCache:
         """Allocate zeroed rows in memory of exactly their size, and register it with the GPU.
 
         This process touches the memory first, so that its NUMA policy decides where it lies
-        (``numactl --membind``). Registration takes about 0.1 s for each GB. The layout is
+        (``numactl --membind``); a warning names rows on another node than the GPU's. Registration
+        takes about 0.1 s for each GB. The layout is
         ``[num_layers, num_pages, page_size, row]``.
 
         Args:
@@ -154,6 +171,15 @@ class HostCache:
     def num_slots(self) -> int:
         """Rows of one layer, ``num_pages * page_size``."""
         return self.num_pages * self.page_size
+
+    @property
+    def numa_nodes(self) -> NumaNodes:
+        """The NUMA nodes of the GPU and of the rows, read from the system at each access."""
+        gpu = node_of_gpu(self.device.index) if self.device.type == "cuda" else None
+        return NumaNodes(gpu, self._nodes_of_rows())
+
+    def _nodes_of_rows(self) -> dict[int, float]:
+        return nodes_of_memory(memory.bytes.data_ptr() for memory in self._memories)
 
     @property
     def closed(self) -> bool:
@@ -216,6 +242,20 @@ class HostCache:
             memory.register(self.device, math.lcm(page_bytes, OS_PAGE))
             seen = alias(memory.bytes, self.device)
         return seen.view(num_layers, num_pages, page_bytes)
+
+    def _check_nodes(self) -> None:
+        """Warn of rows that reach the GPU by way of another node."""
+        gpu = node_of_gpu(self.device.index)
+        if gpu is None:
+            return
+        remote = {node: share for node, share in self._nodes_of_rows().items() if node != gpu}
+        if remote:
+            shares = ", ".join(f"{share:.0%} on node {node}" for node, share in remote.items())
+            warnings.warn(
+                f"HostCache: rows should be on NUMA node {gpu} of {self.device}, got {shares}; "
+                f"run the process under numactl --cpunodebind={gpu} --membind={gpu}",
+                stacklevel=4,
+            )
 
     def _check_room(self) -> None:
         """Check that the host has the bytes."""
