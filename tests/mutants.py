@@ -556,8 +556,15 @@ CPU_MUTANTS = (
     portable(
         "rows of parts in place of rows of the rank",
         "lists/triton.py",
-        "turn // NUM_RANKS * INTERLEAVE",
-        "turn // NUM_PARTS * INTERLEAVE",
+        "row_of(position, NUM_RANKS, INTERLEAVE)",
+        "row_of(position, NUM_PARTS, INTERLEAVE)",
+        OWN,
+    ),
+    portable(
+        "rows of a rank as if it kept single positions",
+        "common/shards.py",
+        "// NUM_RANKS * INTERLEAVE",
+        "// NUM_RANKS",
         OWN,
     ),
     portable(
@@ -633,7 +640,7 @@ CPU_MUTANTS = (
     portable(
         "positions of other ranks count",
         "residency/triton.py",
-        "(position >= 0) & (turn % NUM_RANKS == rank), local, -1",
+        "(position >= 0) & (owner == rank), local, -1",
         "position >= 0, local, -1",
         KEPT,
     ),

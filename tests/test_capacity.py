@@ -192,6 +192,21 @@ def test_the_page_about_long_contexts_has_these_figures():
         assert f"{capacity(**settings(name)).bytes_per_token:,.0f} B" in page
 
 
+def test_the_page_about_long_contexts_has_the_predictions():
+    import long_contexts
+
+    page = (DOCS / "long-contexts.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in page if line in set(long_contexts.rows())] == long_contexts.rows()
+    alone, many = long_contexts.predict(1), long_contexts.predict(8)
+    assert (many.requests, many.wall) == (35, "GPU memory")  # as in the table of what fits
+    assert long_contexts.predict(8, host_gib=560).wall == "host memory"
+    assert alone.indexer_ms == pytest.approx(61 * 4 * (132 << 20) / 4.0e12 * 1e3)
+    assert alone.link_ms == pytest.approx(61 * (32 + 4 * 2048 * 0.417 * 656 / 40e3) / 1e3)
+    assert alone.exchange_ms == 0
+    parts = many.indexer_ms, many.attention_ms, many.link_ms, many.exchange_ms
+    assert many.step_ms == sum(parts)
+
+
 def test_weights_that_do_not_fit():
     found = capacity(**settings("DeepSeek-V3.2", gpus=1))
     assert (found.free_bytes, found.requests, found.tokens) == (0, 0, 0)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -155,6 +156,22 @@ def test_a_tier_that_fails_is_the_verdict():
     assert "check every op on this GPU: sparsemla verify --quick" in str(next_lines([on_gpu]))
     (line,) = next_lines([works, fails])
     assert line.startswith("Not well: triton on cuda.")
+
+
+@pytest.mark.parametrize("node", [None, 1])
+def test_doctor_names_the_node_of_a_gpu(monkeypatch, node):
+    from sparsemla_lab import doctor
+
+    gpu = doctor.Gpu("sm_90", (9, 0), "an H100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 << 30)
+    )
+    monkeypatch.setattr(doctor.Gpu, "here", lambda index: gpu)
+    monkeypatch.setattr(doctor, "proofs", lambda gpu: [])
+    monkeypatch.setattr(doctor, "node_of_gpu", lambda index: node)
+    line = "cuda:0        an H100, sm_90, 80 GiB" + (", NUMA node 1" if node else "")
+    assert doctor.device_lines()[1:] == [line]
 
 
 def test_doctor_names_the_install_command(monkeypatch):

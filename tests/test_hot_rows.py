@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,13 +21,12 @@ from sparsemla import (
     PagedCache,
     e4m3_format,
     fused_rope_rmsnorm_quant,
-    gather_dequant,
-    offload,
     plan_batch,
     sparse_decode,
-    sparse_prefill,
     to_slots,
 )
+from sparsemla.side_stream import SideStream
+from streams import Streams
 
 PAGE_SIZE, NUM_PAGES, MAX_PAGES = 4, 64, 16
 HEADS, TOPK, SEATS = 2, 6, 4
@@ -248,79 +248,6 @@ def check_steps(lives, count):
             assert resident.abs().amax() > 0
 
 
-class Streams:
-    """CUDA streams in the mind: what is put on the one beside runs when the other waits for it.
-
-    So it runs as late as it can, while on a CPU it runs as early as it can.
-    """
-
-    def __init__(self, monkeypatch):
-        streams = self
-        self.queue, self.beside, self.forks, self.num_late = [], False, 0, 0
-
-        class Stream:
-            def __init__(self, device=None):
-                pass
-
-            def wait_event(self, event):
-                if self is streams.main:
-                    assert event.on is not streams.main
-                    while event in streams.queue:
-                        streams.run(streams.queue.pop(0))
-                else:
-                    assert event.on is streams.main
-                    streams.forks += 1
-
-            def wait_stream(self, other):
-                event = Event()
-                event.record(other)
-                self.wait_event(event)
-
-        class Event:
-            def record(self, stream):
-                self.on = stream
-                if stream is not streams.main:
-                    streams.queue.append(self)
-
-        @contextlib.contextmanager
-        def stream(which):
-            streams.beside, streams.forks = True, streams.forks - 1
-            assert streams.forks == 0, "the stream must wait for the step's"
-            yield
-            streams.beside = False
-
-        self.main = Stream()
-        for name, value in (
-            ("Stream", Stream),
-            ("Event", Event),
-            ("stream", stream),
-            ("current_stream", lambda device: self.main),
-        ):
-            monkeypatch.setattr(torch.cuda, name, value)
-        for owner, name in (
-            (HotRows, "_lead"),
-            (HotRows, "_fetch_ahead"),
-            (offload, "fetch_rows"),
-            (offload, "gather_dequant"),
-        ):
-            monkeypatch.setattr(owner, name, self.late(getattr(owner, name)))
-        self.side = Stream()
-
-    def run(self, call):
-        if callable(call):
-            self.num_late += 1
-            call()
-
-    def late(self, function):
-        def call(*args, **options):
-            if self.beside:
-                self.queue.append(lambda: function(*args, **options))
-            else:
-                function(*args, **options)
-
-        return call
-
-
 def test_fetches_may_run_as_late_as_attention(monkeypatch):
     streams = Streams(monkeypatch)
     lives = Lives("cpu", FP8_DS_MLA, 2, (0, 0, 2), stream=streams.side)
@@ -329,10 +256,53 @@ def test_fetches_may_run_as_late_as_attention(monkeypatch):
     assert not streams.queue
 
 
-def host_cache(num_layers=2, format=FP8_DS_MLA):
-    host = HostCache.allocate(format, 16, PAGE_SIZE, num_layers=num_layers, device="cpu")
+def test_memory_that_streams_write_waits_for_them(monkeypatch):
+    """The caching allocator would give it to others when hot rows are dropped."""
+    owned = []
+    monkeypatch.setattr(SideStream, "owns", lambda self, *tensors: owned.extend(tensors))
+    host = host_cache(format=e4m3_format())
+    both = HotRows(host, seats=2, rows_per_seat=TOPK, topk=TOPK), HostContext(host, max_rows=5)
+    assert sum(tensor.nbytes for tensor in owned) == sum(each.memory_bytes for each in both)
+
+
+def test_a_search_keeps_its_inputs_until_it_is_joined(monkeypatch):
+    """Also if attention never asks for the layer, and its next search or forget comes first."""
+    streams = Streams(monkeypatch)
+    hot = HotRows(
+        host_cache(), seats=2, rows_per_seat=TOPK, topk=TOPK, stream=streams.side
+    )  # fmt: skip
+    monkeypatch.setattr(HotRows, "_lead", lambda *arguments: None)
+
+    def search():
+        chosen = lists([0, 1])
+        hot.resolve(0, chosen, plan_of(9), seats_of(1))
+        return weakref.ref(chosen)
+
+    def stops():
+        monkeypatch.setattr(HotRows, "_lead", lambda *arguments: 1 // 0)
+        chosen = lists([0, 1])
+        with pytest.raises(ZeroDivisionError):
+            hot.resolve(0, chosen, plan_of(9), seats_of(1))
+        return weakref.ref(chosen)
+
+    for begin in (search, stops):
+        for join in (search, hot.forget, lambda: hot.truncate([0], [3]), lambda: hot.layer(0)):
+            read, joined = begin(), streams.joined
+            gc.collect()
+            assert read() is not None
+            assert len(streams.queue) == 1  # what the join waits for
+            if join is not search or begin is search:
+                join()
+                assert streams.joined == joined + 1
+                assert read() is None
+            hot.layer(0)
+
+
+def host_cache(num_layers=2, format=FP8_DS_MLA, device="cpu"):
+    host = HostCache.allocate(format, 16, PAGE_SIZE, num_layers=num_layers, device=device)
     for layer in range(num_layers):
-        host.layer(layer).write(torch.arange(host.num_slots), torch.randn(host.num_slots, 576))
+        slots = torch.arange(host.num_slots, device=device)
+        host.layer(layer).write(slots, torch.randn(host.num_slots, 576).to(device))
     return host
 
 
@@ -603,120 +573,3 @@ def test_a_shard_of_parts_has_a_list_for_each():
     source, data = host.layer(0).data.flatten(0, 1), hot.layer(0).data.flatten(0, 1)
     assert torch.equal(data[rows[0, 0, :2]], source[[0, 2]])
     assert torch.equal(data[rows[0, 1, :3]], source[[1, 5, 19]])
-
-
-def prefill_plan(workspace_rows=40):
-    table = torch.arange(16, dtype=torch.int32).view(4, 4)[:, [3, 1, 2, 0]]
-    return plan_batch(
-        [1, 5, 7, 2], [9, 16, 7, 12], table, page_size=PAGE_SIZE, workspace_rows=workspace_rows
-    )
-
-
-@pytest.mark.parametrize("workspace_rows", [40, 23])
-@pytest.mark.parametrize("ahead", [1, 2])
-@pytest.mark.parametrize("late", [False, True])
-def test_contexts_are_gathered_ahead(monkeypatch, workspace_rows, ahead, late):
-    """With the bits of a gather from a resident cache, though layers write their rows later."""
-    plan, stream = prefill_plan(workspace_rows), Streams(monkeypatch).side if late else None
-    host = host_cache(3)
-    resident = PagedCache.allocate(FP8_DS_MLA, 16, PAGE_SIZE, num_layers=3)
-    for layer in range(3):
-        resident.layer(layer).data.copy_(host.layer(layer).data)
-    context = HostContext(host, max_rows=workspace_rows, ahead=ahead, stream=stream)
-    assert context.memory_bytes == (ahead + 1) * workspace_rows * 576 * 2
-    q = torch.randn(plan.num_tokens, HEADS, 576).bfloat16()
-    for _ in range(2):
-        context.start(plan)
-        for layer in range(3):
-            new = torch.randn(plan.num_tokens, 576)
-            for cache in (resident.layer(layer), host.layer(layer)):
-                cache.write(plan.slot_mapping, new)
-            for number, chunk in enumerate(plan.prefill_chunks):
-                rows = context.rows(layer, number)
-                expected = torch.empty_like(rows)
-                gather_dequant(
-                    resident.layer(layer),
-                    chunk.page_table,
-                    chunk.seq_lens,
-                    chunk.workspace_starts,
-                    out=expected,
-                )
-                assert torch.equal(rows, expected)
-                slots = torch.arange(len(rows), dtype=torch.int32)[None].repeat(plan.num_tokens, 1)
-                out = sparse_prefill(q, rows, slots, softmax_scale=0.1)[0]
-                assert torch.equal(out, sparse_prefill(q, expected, slots, softmax_scale=0.1)[0])
-
-
-@pytest.mark.parametrize("format", [FP8_DS_MLA, BF16_576, e4m3_format()])
-@pytest.mark.parametrize("max_rows", [40, 13])
-@pytest.mark.parametrize("late", [False, True])
-def test_few_tokens_fetch_what_they_select(monkeypatch, format, max_rows, late):
-    """With the bits of attention over a resident cache, in pieces of several tokens or of one."""
-    streams = Streams(monkeypatch) if late else None
-    host, plan = host_cache(2, format), prefill_plan()
-    context = HostContext(host, max_rows=max_rows, stream=streams.side if late else None)
-    q = torch.randn(plan.num_tokens, HEADS, 576).bfloat16()
-    chosen = torch.full((plan.num_tokens, 8), -1)
-    for token, position in enumerate(plan.positions.tolist()):
-        picked = torch.randperm(position + 1)[:8].sort().values
-        chosen[token, : len(picked)] = picked
-    slots = to_slots(chosen, plan.page_table, plan.request_ids, page_size=PAGE_SIZE)
-    for layer in (1, 0):
-        pieces = 0
-        for tokens, rows, indices in context.selected(layer, chosen, plan):
-            assert rows.page_size == 1
-            ours = sparse_prefill(q[tokens], rows, indices, softmax_scale=0.1)
-            cache = PagedCache(host.layer(layer).data, format, host.layer(layer).scales)
-            theirs = sparse_prefill(q[tokens], cache, slots[tokens], softmax_scale=0.1)
-            assert all(map(torch.equal, ours, theirs))
-            pieces += 1
-        most = max_rows * 1152 // format.page_bytes(1) // 8
-        if format.scales_in == "tensor":
-            most = max_rows * 1152 // (576 + 20) // 16 * 16 // 8
-        assert pieces == -(-plan.num_tokens // most)
-    assert not late or not streams.queue
-
-
-def test_when_few_tokens_select_few_rows():
-    context = HostContext(host_cache(), max_rows=40)
-    plan = prefill_plan().prefills  # 14 tokens over contexts of 35
-    assert context.selects(plan, 1)
-    assert not context.selects(plan, 2)
-
-
-def test_errors_of_selected_rows():
-    context, plan = HostContext(host_cache(), max_rows=40), prefill_plan()
-    chosen = torch.zeros(plan.num_tokens, 8, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"topk_indices must have shape \[15, K\], got \[14, 8\]"):
-        context.selected(0, chosen[1:], plan)
-    with pytest.raises(ValueError, match="layer_idx must be below 2, got 2"):
-        context.selected(2, chosen, plan)
-    with pytest.raises(ValueError, match="max_rows must have room for the 90 rows of a token"):
-        context.selected(0, torch.zeros(15, 90, dtype=torch.int32), plan)
-    context.start(plan)
-    with pytest.raises(ValueError, match=r"the step of rows\(\) must be over, got 0 of 2"):
-        context.selected(0, chosen, plan)
-
-
-def test_errors_of_contexts():
-    host = host_cache()
-    context = HostContext(host, max_rows=30)
-    with pytest.raises(ValueError, match=r"start\(plan\) must begin a step first, got layer 0"):
-        context.rows(0)
-    with pytest.raises(ValueError, match="plan must have chunks of at most 30 rows, got 35"):
-        context.start(prefill_plan())
-    with pytest.raises(ValueError, match="plan must have prefill chunks, made with workspace_rows"):
-        context.start(plan_of(9))
-    context.start(prefill_plan(23))
-    context.rows(0)
-    with pytest.raises(
-        ValueError, match="must come in order, layer 0, chunk 1 is next, got layer 1, chunk 0"
-    ):
-        context.rows(1)
-    for layer, chunk in ((0, 1), (1, 0), (1, 1)):
-        context.rows(layer, chunk)
-    with pytest.raises(ValueError, match="must begin a step first, got layer 2, chunk 0"):
-        context.rows(2)
-    host.close()
-    with pytest.raises(ValueError, match="host must be open"):
-        context.start(prefill_plan(23))

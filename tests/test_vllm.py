@@ -773,7 +773,7 @@ def test_rows_without_rope(config, lens, dtype, one_piece):
 def test_contexts_of_rows_without_rope_may_be_converted_first(engine):
     made = engine(8, MAX_TOKENS, 4096)
     batch = Batch(Draw(0), **CONVERTED, topk=SELECTED)
-    assert builder(made, "fp8_ds_mla", 512).build(0, batch.common()).conversions
+    assert builder(made, "fp8_ds_mla", 512).build(0, batch.common()).converted
     check_layer(made, batch, 8, "fp8_ds_mla", **NOPE)
 
 
@@ -837,7 +837,7 @@ def engine(config, like_hopper, tmp_path, monkeypatch):
 def test_contexts_of_prefills_may_be_converted_first(engine, batch, pieces):
     made = engine(8, MAX_TOKENS, 4096 if pieces == 1 else 1900)
     common = Batch(Draw(0), **batch).common()
-    assert len(builder(made, "fp8_ds_mla").build(0, common).conversions) == pieces
+    assert len(builder(made, "fp8_ds_mla").build(0, common).converted.prefill_chunks) == pieces
     check_layer(made, Batch(Draw(0), **batch, topk=SELECTED), 8, "fp8_ds_mla")
     padded = Batch(Draw(0), **batch, padded_tokens=3, topk=SELECTED)
     out, _ = check_layer(made, padded, 8, "fp8_ds_mla")
@@ -859,7 +859,7 @@ def test_decodes_beside_prefills_that_run_as_dense_attention(engine):
     cache, buffer = batch.cache(attention.FORMATS["fp8_ds_mla"]), batch.selections()
     q = decode_queries(batch.draw, batch.rows, 8, 576)
     metadata = builder(made, "fp8_ds_mla").build(0, batch.common())
-    assert metadata.conversions
+    assert metadata.converted
     attend = layer(buffer, 8, "fp8_ds_mla").forward_mqa
     expected = attend(q, cache.data, metadata, None)
     decodes = metadata.num_decode_tokens
@@ -893,20 +893,22 @@ def test_no_step_outgrows_the_locked_workspace(engine, monkeypatch, num_heads, m
         converted.append(out.shape[0])
 
     monkeypatch.setattr(attention, "gather_dequant", note)
-    for name in ("sparse_prefill", "to_slots"):
-        monkeypatch.setattr(attention, name, lambda *args, **kwargs: None)
-    made = engine(num_heads, max_tokens, LONGEST)
     nothing = torch.full((max_tokens, SELECTED), -1, dtype=torch.int32)
+    for name in ("sparse_prefill", "to_slots"):
+        monkeypatch.setattr(attention, name, lambda *args, **kwargs: nothing)
+    made = engine(num_heads, max_tokens, LONGEST)
     attend, step = layer(nothing, num_heads, "fp8_ds_mla").forward_mqa, builder(made, "fp8_ds_mla")
     pages = torch.zeros(1, PAGE_SIZE, 656, dtype=torch.uint8)
     steps = 0
     for query_lens, seq_lens in sweep(max_tokens):
         metadata = step.build(0, Batch(Draw(0), query_lens, seq_lens).common())
-        if metadata.conversions:
+        if metadata.converted:
             q = torch.empty(sum(query_lens), num_heads, 576, dtype=torch.bfloat16)
             with locked_workspace():
                 attend(q, pages, metadata, None)
-            assert converted == [each.num_rows for each in metadata.conversions]
+            assert converted == [
+                each.num_workspace_rows for each in metadata.converted.prefill_chunks
+            ]
             converted.clear()
             steps += 1
     assert steps
@@ -916,13 +918,13 @@ def test_contexts_beyond_the_longest_are_read_in_place(engine):
     """As vLLM's bounds of lengths may be, which count drafts that were not accepted."""
     made = engine(8, MAX_TOKENS, max(CONVERTED["seq_lens"]) - 1)
     batch = Batch(Draw(0), **CONVERTED, topk=SELECTED)
-    assert builder(made, "fp8_ds_mla").build(0, batch.common()).conversions
+    assert builder(made, "fp8_ds_mla").build(0, batch.common()).converted
     check_layer(made, batch, 8, "fp8_ds_mla")
 
 
 def test_nothing_is_converted_where_nothing_was_measured(config):
     metadata = builder(config, "fp8_ds_mla").build(0, Batch(Draw(0), **MIXED).common())
-    assert metadata.conversions == ()
+    assert metadata.converted is None
 
 
 class HostRows:
@@ -1036,9 +1038,9 @@ def test_rows_on_the_host_are_read_where_vllm_brings_them(
 def test_rows_on_the_host_are_not_converted(engine, monkeypatch):
     made = engine(16, MAX_TOKENS, 4096)
     batch = Batch(Draw(0), **CONVERTED, topk=SELECTED)
-    assert builder(made, "fp8_ds_mla").build(0, batch.common()).conversions
+    assert builder(made, "fp8_ds_mla").build(0, batch.common()).converted
     monkeypatch.setattr(made.attention_config, "hisparse_config", HiSparseConfig())
-    assert builder(made, "fp8_ds_mla").build(0, batch.common()).conversions == ()
+    assert builder(made, "fp8_ds_mla").build(0, batch.common()).converted is None
     monkeypatch.setattr(
         index_group, "create_hisparse_cache_handle", lambda *a, **k: SimpleNamespace()
     )
@@ -1294,7 +1296,7 @@ def test_each_microbatch_has_room_for_conversions(engine, monkeypatch):
     batch = Batch(Draw(0), **CONVERTED, topk=SELECTED)
     impl = layer(batch.selections(), 8, "fp8_ds_mla")
     metadata = builder(made, "fp8_ds_mla").build(0, batch.common())
-    assert metadata.conversions
+    assert metadata.converted
 
     def run_as(microbatch):
         monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda: microbatch)
@@ -1616,7 +1618,7 @@ def test_lengths_decide_about_the_kernel_unless_results_must_not_depend_on_them(
     config.compilation_config.static_forward_context[LAYER].prefill_backend = DensePrefill()
     made = engine(8, MAX_TOKENS, 4096)
     metadata = builder(made, "fp8_ds_mla").build(0, Batch(Draw(0), **CONVERTED).common())
-    assert bool(metadata.conversions) is not invariant
+    assert (metadata.converted is None) is invariant
     assert metadata.prefill.use_dense_mha is not invariant
     impl = layer(torch.zeros(MAX_TOKENS, SELECTED, dtype=torch.int32), 8, "fp8_ds_mla")
     assert (impl._workspace() is None) is invariant

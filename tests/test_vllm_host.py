@@ -23,6 +23,7 @@ if importlib.util.find_spec("vllm") is None:
 from vllm import SamplingParams
 from vllm.config import (
     AttentionConfig,
+    CUDAGraphMode,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
@@ -61,7 +62,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers
 
 import replay
 import test_vllm
-from sparsemla import HostCache, HotRows, PagedCache, offload
+from sparsemla import HostCache, HostContext, HotRows, PagedCache, host_context, hot_rows
 from sparsemla.backends.vllm import (
     attention,
     host,
@@ -70,6 +71,8 @@ from sparsemla.backends.vllm import (
     settings,
     warmup,
 )
+from sparsemla.backends.vllm.attention import SparseMLAImpl
+from sparsemla.backends.vllm.host_attention import HostRowsImpl
 from sparsemla_lab.testing.cases import Draw, decode_queries, prefill_rows
 from sparsemla_lab.testing.compare import assert_equal
 from test_vllm import (
@@ -161,10 +164,13 @@ class Engine:
         context = config.compilation_config.static_forward_context
         caches = allocate_kv_cache(plan, CPU, KVCacheLayout.LBNHC, [PAGE_SIZE])
         bind_kv_cache_to_layers(caches, context, kv_cache_groups=plan.kv_cache_groups)
-        self.builders = {
-            name: context[name].get_attn_backend().get_builder_cls()(spec, [name], config, CPU)
-            for name, spec in plan.kv_cache_groups[0].kv_cache_spec.kv_cache_specs.items()
-        }
+        # Layers of a kind share a builder, and so the metadata of a step.
+        self.builders, made = {}, {}
+        for name, spec in plan.kv_cache_groups[0].kv_cache_spec.kv_cache_specs.items():
+            cls = context[name].get_attn_backend().get_builder_cls()
+            if cls not in made:
+                made[cls] = cls(spec, [name], config, CPU)
+            self.builders[name] = made[cls]
         blocks = plan.kv_cache_groups[0].kv_cache_spec.max_num_blocks_per_req(
             config, config.model_config.max_model_len
         )
@@ -244,6 +250,11 @@ class Engine:
             self.scheduler.update_draft_token_ids(DraftTokenIds(names, proposals))
         return hidden, [(name, counts[name], computed[name]) for name in names]
 
+    @property
+    def context(self):
+        """The rows on the GPU of prefills."""
+        return next(each.impl.rows.context for _, each in host._layers(self.config))
+
     def propose(self, known):
         """Drafts, of which some are right: what followed the last token before."""
         for at in range(len(known) - 2, -1, -1):
@@ -274,12 +285,12 @@ class Engine:
 
     def run_model(self, common, ids, positions, prepare=lambda: None):
         """The model's output for a batch."""
-        metadata = {name: made.build(0, common) for name, made in self.builders.items()}
-        for each in metadata.values():
-            if isinstance(each, host_attention.HostMetadata):
-                self.seen["converted"] += len(each.conversions)
-                for staging in each.stagings:
-                    self.seen["selected" if staging.context is None else "contexts"] += 1
+        built = {made: made.build(0, common) for made in set(self.builders.values())}
+        metadata = {name: built[made] for name, made in self.builders.items()}
+        for each in built.values():
+            if isinstance(each, host_attention.HostMetadata) and each.prefills is not None:
+                kind = "selected" if self.context.selects(each.prefills, TOPK) else "contexts"
+                self.seen["converted" if each.converted else kind] += 1
         mapping = dict.fromkeys(metadata, common.slot_mapping)
         with set_forward_context(metadata, self.config, slot_mapping=mapping), torch.no_grad():
             prepare()
@@ -449,11 +460,28 @@ def test_drafts_have_the_bits_of_rows_on_the_gpu(engines, dtype):
     assert min(made[1].seen[what] for what in ("accepted", "rejected")) > 1
 
 
+def in_pieces(context, monkeypatch, num_tokens):
+    """Selected rows are fetched for so many tokens at a time."""
+    selects = context.selects
+
+    def spied(plan, topk):
+        found = selects(plan, topk)
+        context._caches = [
+            PagedCache(each.data[: num_tokens * topk if found else None], each.format)
+            for each in caches
+        ]
+        return found
+
+    caches = context._caches
+    monkeypatch.setattr(context, "selects", spied)
+
+
 @ON_CPU
-@pytest.mark.parametrize("piece", [4, 1000], ids="pieces of {} tokens".format)
+@pytest.mark.parametrize("piece", [2, 1000], ids="pieces of {} tokens".format)
 def test_prefills_fetch_what_they_select_from_long_contexts(engines, monkeypatch, piece):
-    monkeypatch.setattr(host_attention, "PIECE_BYTES", piece * TOPK * 656)
     made = engines("fp8_ds_mla", num_blocks=30)
+    if piece == 2:
+        in_pieces(made[1].context, monkeypatch, piece)
     prompt, other = prompts(2, 63 * 22 + 5)  # beside a decode, the last chunk has 5 tokens
     run(made, {"a": (0, other[:100], 30), "b": (2, prompt, 2)})
     assert made[1].seen["selected"] > 0
@@ -466,6 +494,7 @@ def test_ranks_that_share_contexts_have_the_bits_of_rows_on_the_gpu(
 ):
     monkeypatch.setattr(config, "kv_transfer_config", connector(rows_per_seat=2 * TOPK))
     monkeypatch.setattr(config.parallel_config, "cp_kv_cache_interleave_size", interleave)
+    monkeypatch.setattr(config.model_config, "max_model_len", 1664)
     fmt = attention.FORMATS[dtype]
     steps = [
         ([1, 1, 1], [700, 3, 129]),
@@ -492,7 +521,8 @@ def test_ranks_that_share_contexts_have_the_bits_of_rows_on_the_gpu(
             on_host = layer(buffer, 6, dtype)
         for impl in (resident, on_host):
             impl.dcp_world_size, impl.dcp_rank = 2, rank
-        on_host.rows = host.HostLayer(rows.layer(0), hot, 0, 1, seats)
+        context = HostContext(rows, max_rows=1664, shard=host.context_shard(config))
+        on_host.rows = host.HostLayer("a layer", 0, hot, context, seats, False)
         for query_lens, seq_lens in steps:
             batch = Batch(draw, query_lens, seq_lens, block_table=table[: len(seq_lens)])
             for token, position in enumerate(batch.positions.tolist()):
@@ -508,14 +538,79 @@ def test_ranks_that_share_contexts_have_the_bits_of_rows_on_the_gpu(
                     patch.setattr(test_vllm.attention, "SparseMLAMetadataBuilder", make)
                     made = builder(config, dtype)
                 made.reorder_batch_threshold = 2  # a draft
-                metadata = made.build(0, batch.common())
+                common = batch.common()
+                # Bounds count drafts that were not accepted.
+                common.seq_lens_cpu_upper_bound = common.seq_lens.cpu() + 3
+                metadata = made.build(0, common)
                 metadata.cp_kv_cache_interleave_size = interleave
                 found.append(impl.forward_mqa(q, pages.data, metadata, None))
-            modes |= {staging.context is None for staging in metadata.stagings}
+            if metadata.prefills is not None:
+                modes.add(context.selects(metadata.prefills, TOPK))
             for name, ours, theirs in zip(("out", "lse"), found[1], found[0], strict=True):
                 assert_equal(name, ours, theirs)
         assert modes == {False, True}
         rows.close()
+
+
+def record(monkeypatch, cls, name, calls):
+    """Append the name of a method whenever it is called."""
+    call = getattr(cls, name)
+
+    def recorded(*arguments, **options):
+        calls.append(name)
+        return call(*arguments, **options)
+
+    monkeypatch.setattr(cls, name, recorded)
+
+
+@ON_CPU
+@pytest.mark.parametrize("nvidia_class_runs", [False, True], ids=["portable", "NVIDIA"])
+def test_fetches_of_decodes_begin_before_attention(engines, monkeypatch, nvidia_class_runs):
+    """When rows are written and selected; in piecewise graphs with attention."""
+    made = engines("auto", num_blocks=8, nvidia_class_runs=nvidia_class_runs)[1]
+    calls, mode = [], CUDAGraphMode.NONE
+    for cls, name in (
+        (SparseMLAImpl, "do_kv_cache_update"),
+        (SparseMLAImpl, "record_logical_topk_ready"),
+        (HotRows, "resolve"),
+        (HostRowsImpl, "forward_mqa"),
+        (HotRows, "layer"),
+    ):
+        record(monkeypatch, cls, name, calls)
+    monkeypatch.setattr(
+        host_attention, "in_piecewise_cudagraph", lambda: mode == CUDAGraphMode.PIECEWISE
+    )
+    made.add("a", prompts(1, 20)[0], 4)
+    made.step()
+    written = ["record_logical_topk_ready", "do_kv_cache_update"]
+    written = written[:1] if nvidia_class_runs else written
+    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
+        calls.clear()
+        made.step()
+        fetch = ["resolve", "forward_mqa"]
+        fetch = fetch if mode == CUDAGraphMode.NONE else fetch[::-1]
+        assert calls == 2 * [*written, *fetch, "layer"]
+
+
+@ON_CPU
+def test_a_fetch_of_an_interrupted_step_is_not_taken_for_the_next(engines, monkeypatch):
+    monkeypatch.setattr(host_attention, "in_piecewise_cudagraph", lambda: True)
+    made = engines("fp8_ds_mla", num_blocks=8)
+    impl = next(each.impl for _, each in host._layers(made[1].config))
+    impl._begun = object(), None
+    run(made, {"a": (0, prompts(1, 20)[0], 4)})
+    assert impl._begun is None
+
+
+@ON_CPU
+def test_whole_contexts_are_copied_a_layer_ahead(engines, monkeypatch):
+    """Converted or not, each layer's copy has begun when its attention asks for it."""
+    made = engines("fp8_ds_mla", num_blocks=8)
+    begun = []
+    for name in ("_begin", "_take"):
+        record(monkeypatch, HostContext, name, begun)
+    run(made, {"a": (0, prompts(1, 20)[0], 2)})
+    assert begun == ["_begin", "_take", "_take"]  # two layers
 
 
 @ON_CPU
@@ -566,11 +661,13 @@ def test_the_nvidia_class_writes_through_to_the_host(engines):
 def test_contexts_are_converted_on_their_way_from_the_host(engines, like_hopper, monkeypatch):
     monkeypatch.setattr(attention, "_conversion_pays_off", lambda *arguments: True)
     monkeypatch.setattr(attention, "prefill_workspace_rows", lambda *_, max_rows, **__: max_rows)
-    made = engines("fp8_ds_mla", num_blocks=16)
+    made, begun = engines("fp8_ds_mla", num_blocks=16), []
+    record(monkeypatch, HostContext, "_begin", begun)
     first, second = prompts(2, 150)
     run(made, {"a": (0, first, 20), "b": (4, second, 8)})
     assert made[1].seen["contexts"] == made[1].seen["selected"] == 0
     assert made[1].seen["converted"] > 0
+    assert len(begun) == made[1].seen["converted"]  # once for both layers
 
 
 def scheduled(new=(), resumed=(), **changes):
@@ -700,8 +797,8 @@ def test_rows_on_the_host_reach_no_kernel_that_was_not_warmed_up(
     _, made = engines(dtype, num_blocks=30)
     ops = {
         attention: ("sparse_decode", "sparse_prefill"),
-        host_attention: ("fetch_rows", "to_slots"),
-        offload: ("fetch_rows", "forget_seats", "resolve_rows"),
+        host_context: ("fetch_rows", "to_slots"),
+        hot_rows: ("fetch_rows", "forget_seats", "resolve_rows"),
     }
     calls = replay.spy(monkeypatch, ops)
     first, second = prompts(2, 63 * 22 + 5)
@@ -715,5 +812,5 @@ def test_rows_on_the_host_reach_no_kernel_that_was_not_warmed_up(
     keys = list(dict.fromkeys(warmup.attention_layers(made.config, host_attention.HostRowsImpl)))
     warmup.KERNELS.compile_many(keys)
     ((servings, steps),) = found
-    assert len(servings) == 3
+    assert len(servings) == 1
     assert replay.missing_kernels(run_python, calls, *servings, steps=steps) == []

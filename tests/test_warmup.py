@@ -15,7 +15,16 @@ from unittest import mock
 import pytest
 import torch
 
-from sparsemla import BF16_512, BF16_576, FP8_528, FP8_584, FP8_DS_MLA, Serving, warm_up
+from sparsemla import (
+    BF16_512,
+    BF16_576,
+    FP8_528,
+    FP8_584,
+    FP8_DS_MLA,
+    ContextShard,
+    Serving,
+    warm_up,
+)
 from sparsemla_lab.testing.serving import CompressedEngine, Engine, HostEngine, random_step
 
 pytest.importorskip("triton")
@@ -73,6 +82,16 @@ def compressed(fmt, num_heads=64, **limits):
     )
 
 
+HOST_ROWS = Serving(
+    FP8_DS_MLA,
+    16,
+    index_heads=0,
+    max_requests=16,
+    max_tokens=1024,
+    max_query_len=3,
+    max_seq_len=65536,
+    rows_per_seat=8192,
+)
 SERVINGS = {
     "DeepSeek-V3.2": [
         Serving(fmt, heads, max_query_len=query_len)
@@ -80,17 +99,9 @@ SERVINGS = {
         for heads, query_len in ((128, 1), (16, 3))
     ],
     "DeepSeek-V3.2, fp8_ds_mla": [Serving(FP8_DS_MLA, 16, max_query_len=3)],
-    "DeepSeek-V3.2, host rows": [
-        Serving(
-            FP8_DS_MLA,
-            16,
-            index_heads=0,
-            max_requests=16,
-            max_tokens=1024,
-            max_query_len=3,
-            max_seq_len=65536,
-            rows_per_seat=8192,
-        )
+    "DeepSeek-V3.2, host rows": [HOST_ROWS],
+    "DeepSeek-V3.2, host rows of a rank": [
+        replace(HOST_ROWS, converts=False, shard=ContextShard(1, 2))
     ],
     "DeepSeek-V4": [compressed(FP8_584), compressed(BF16_512, 16, max_query_len=3)],
     "DeepSeek-V4, fp8_528": [compressed(FP8_528)],
@@ -136,6 +147,7 @@ def check_coverage(target, model, num_steps, drop):
         ("sm_89", "DeepSeek-V3.2, fp8_ds_mla", 60),
         ("sm_90", "DeepSeek-V3.2, fp8_ds_mla", 60),
         ("sm_90", "DeepSeek-V3.2, host rows", 40),
+        ("sm_90", "DeepSeek-V3.2, host rows of a rank", 20),
         ("sm_80", "DeepSeek-V4, fp8_528", 20),
         ("sm_90", "DeepSeek-V4", 20),
     ],
@@ -193,9 +205,17 @@ def test_steps_notice_what_a_warm_up_leaves_out(run, search):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("search", ["_keep_rows", "_decode", "_prefill_contexts"])
-def test_steps_over_host_rows_notice_what_a_warm_up_leaves_out(run, search):
-    done = run(COVERAGE, "sm_90", "DeepSeek-V3.2, host rows", "60", search)
+@pytest.mark.parametrize(
+    ("search", "model"),
+    [
+        ("_keep_rows", "host rows"),
+        ("_decode", "host rows"),
+        ("_prefill_contexts", "host rows"),
+        ("_prefill_whole", "host rows of a rank"),
+    ],
+)
+def test_steps_over_host_rows_notice_what_a_warm_up_leaves_out(run, search, model):
+    done = run(COVERAGE, "sm_90", f"DeepSeek-V3.2, {model}", "60", search)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout
 

@@ -18,7 +18,9 @@ from sparsemla.formats import (
     e4m3_format,
     get_format,
 )
-from sparsemla.offload import HostCache, HostContext, HotRows, HotSelection, HotStats
+from sparsemla.host_cache import HostCache, NumaNodes
+from sparsemla.host_context import HostContext
+from sparsemla.hot_rows import HotRows, HotSelection, HotStats
 from sparsemla.ops import *
 from sparsemla.ops.branch import branch_workspace_size
 from sparsemla.ops.decode import decode_workspace_size
@@ -84,6 +86,7 @@ __all__ = [
     "HotSelection",
     "HotStats",
     "MLALayer",
+    "NumaNodes",
     "PagedCache",
     "Plan",
     "PlanBuffers",

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.formats import INDEX_FP8, CacheFormat, as_format
+from sparsemla.host_cache import HostCache
+from sparsemla.host_context import HostContext
 from sparsemla.kernels.attention.schedule import converts_first
 from sparsemla.kernels.common.device import meta_means, num_multiprocessors
-from sparsemla.offload import HostCache, HostContext
 from sparsemla.ops import (
     entry_slots,
     fetch_rows,
@@ -46,7 +47,7 @@ from sparsemla.ops import (
     to_slots,
     visible_slots,
 )
-from sparsemla.plan import plan_batch, plan_on_device
+from sparsemla.plan import Plan, plan_batch, plan_on_device
 from sparsemla.pooling import Pooling, WindowState
 from sparsemla.residency import RowTable
 from sparsemla.shards import ContextShard
@@ -642,6 +643,9 @@ def _keep_rows(serving: Serving, rows_per_seat: int) -> None:
             stats=stats,
         )
     fetch_rows(host, fast, found.miss_slots, found.miss_rows, found.miss_counts)
+    # Followers of a selection fetch the rows of the step's tokens.
+    new = serving.max_decodes, serving.max_query_len
+    fetch_rows(host, fast, _empty(*new), _empty(*new), _empty(serving.max_decodes))
     forget_seats(table, _empty(batch))
 
 
@@ -721,23 +725,29 @@ def _search_host(serving: Serving, kernels_of: KernelsOf) -> None:
 
     for pages in [cache.num_pages for cache in serving.caches(fmt, None)]:
         host = HostCache.allocate(fmt, pages, serving.page_size, num_layers=2, device="meta")
-        context = HostContext(host, max_rows=serving.context_rows or serving.max_seq_len)
-        for start in (0, 1, 2):
-            search(_prefill_contexts, context, start, limit=serving.max_requests)
+        max_rows = serving.context_rows or serving.max_seq_len
+        context = HostContext(host, max_rows=max_rows, shard=serving.shard)
+        if serving.converts:
+            for start in (0, 1, 2):
+                search(_prefill_contexts, context, start, limit=serving.max_requests)
     # Fetches do not see the number of pages.
-    search(_prefill_selected, context, limit=serving.max_tokens)
+    for start in (0, 1):
+        search(_prefill_selected, context, start, limit=serving.max_tokens)
+    for start in (0, 1, 2):
+        search(_prefill_whole, context, start, limit=serving.max_requests)
     num_rows = serving.max_requests * cast(int, serving.rows_per_seat)
     hot = PagedCache.allocate(fmt, num_rows, 1, device="meta")
     search(_decode, hot, limit=serving.max_decodes, every=EVERY)
+    search(_prefill, hot, limit=serving.max_tokens)
 
 
-def _prefill_selected(serving: Serving, context: HostContext, tokens: int) -> None:
-    """Prefills over the rows that they select."""
+def _prefill_selected(serving: Serving, context: HostContext, start: int, tokens: int) -> None:
+    """Prefills over the rows that they select, behind ``start`` requests."""
     requests = min(tokens, serving.max_requests)
     plan = plan_on_device(
         _empty(requests),
         _empty(requests),
-        _page_table(serving, requests, serving.columns),
+        _page_table(serving, start + requests, serving.columns)[start:],
         page_size=serving.page_size,
         num_tokens=tokens,
         max_query_len=tokens,
@@ -746,12 +756,10 @@ def _prefill_selected(serving: Serving, context: HostContext, tokens: int) -> No
         _prefill(serving, rows, piece.stop - piece.start)
 
 
-def _prefill_contexts(serving: Serving, context: HostContext, start: int, requests: int) -> None:
-    """Prefills over whole contexts, behind ``start`` decodes of one token."""
-    if start + requests > serving.max_requests:
-        return
+def _host_plan(serving: Serving, context: HostContext, start: int, requests: int) -> Plan:
+    """Prefills with chunks, behind ``start`` decodes of one token."""
     lengths = [1] * start + [serving.max_query_len + 1] * requests
-    plan = plan_batch(
+    return plan_batch(
         lengths,
         lengths,
         _page_table(serving, len(lengths), serving.columns),
@@ -759,6 +767,23 @@ def _prefill_contexts(serving: Serving, context: HostContext, start: int, reques
         workspace_rows=context.max_rows,
         decode_threshold=serving.max_query_len,
     )
+
+
+def _prefill_whole(serving: Serving, context: HostContext, start: int, requests: int) -> None:
+    """Prefills over whole contexts in the host's format, behind ``start`` decodes."""
+    if start + requests > serving.max_requests:
+        return
+    plan = _host_plan(serving, context, start, requests).prefills
+    chosen = _empty(start + plan.num_tokens, serving.topk)[start:]
+    for piece, rows, _ in context.selected(0, chosen, plan):
+        _prefill(serving, rows, piece.stop - piece.start)
+
+
+def _prefill_contexts(serving: Serving, context: HostContext, start: int, requests: int) -> None:
+    """Prefills over whole contexts, behind ``start`` decodes of one token."""
+    if start + requests > serving.max_requests:
+        return
+    plan = _host_plan(serving, context, start, requests)
     prefills, fmt, tokens = plan.prefills, cast(CacheFormat, serving.cache_format), plan.num_tokens
     slots = to_slots(
         _empty(tokens, serving.topk)[start:],

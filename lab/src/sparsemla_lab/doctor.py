@@ -18,6 +18,7 @@ from sparsemla.dispatch import OPS, only
 from sparsemla.formats import FP8_DS_MLA, get_format
 from sparsemla.kernels.common.device import describe
 from sparsemla.kernels.common.table import TIERS
+from sparsemla.numa import node_of_gpu
 from sparsemla.validation import missing_gpu, not_one_of
 from sparsemla_lab.options import DEMO_PACKAGES, INSTALL_DEMO
 from sparsemla_lab.support import Support, cpu_support, gpu_support
@@ -186,7 +187,9 @@ def device_lines() -> list[str]:
     for index in range(torch.cuda.device_count()):
         memory = torch.cuda.get_device_properties(index).total_memory
         gpu = Gpu.here(index)
-        lines.append(f"cuda:{index}        {gpu.name}, {gpu.target}, {memory / 2**30:.0f} GiB")
+        node = node_of_gpu(index)
+        on = "" if node is None else f", NUMA node {node}"
+        lines.append(f"cuda:{index}        {gpu.name}, {gpu.target}, {memory / 2**30:.0f} GiB{on}")
         lines += [_PROOF + proof for proof in proofs(gpu)]
     return lines
 

@@ -291,9 +291,10 @@ class HostEngine(Engine):
             topk=serving.topk,
             query_len=serving.max_query_len,
             leaders=(0, 0),
+            shard=serving.shard,
         )
         max_rows = serving.context_rows or serving.max_seq_len
-        self.context = HostContext(self.host, max_rows=max_rows)
+        self.context = HostContext(self.host, max_rows=max_rows, shard=serving.shard)
         self.seats = self._ints(serving.max_requests)
 
     def run(self, step: Step) -> Tensor:
@@ -318,8 +319,8 @@ class HostEngine(Engine):
         )
         num = plan.num_decode_tokens
         prefills = plan.prefills
-        few = plan.num_prefills > 0 and self.context.selects(prefills, serving.topk)
-        if plan.num_prefills and not few:
+        converts = serving.converts and not self.context.selects(prefills, serving.topk)
+        if plan.num_prefills and converts:
             self.context.start(prefills)
         self.hot.forget([0])
         for layer in range(2):
@@ -339,15 +340,15 @@ class HostEngine(Engine):
                 )
                 out[:num] = attended[:, 0]
             if plan.num_prefills:
-                attend = self._attend_to_few if few else self._attend_to_contexts
+                attend = self._attend_to_contexts if converts else self._attend_to_selected
                 attend(layer, prefills, slice(num, plan.num_tokens), out)
         return out
 
-    def _attend_to_few(self, layer: int, plan: Plan, tokens: slice, out: Tensor) -> None:
+    def _attend_to_selected(self, layer: int, plan: Plan, tokens: slice, out: Tensor) -> None:
         chosen = self.topk_indices[tokens]
         for piece, rows, indices in self.context.selected(layer, chosen, plan):
             of_piece = slice(tokens.start + piece.start, tokens.start + piece.stop)
-            counts = (chosen[piece] >= 0).sum(1).int()
+            counts = (indices >= 0).sum(1).int()
             out[of_piece], _ = sparse_prefill(
                 self.q[of_piece],
                 rows,

@@ -53,6 +53,8 @@ from sparsemla import (
     FP8_DS_MLA,
     CacheFormat,
     PagedCache,
+    Plan,
+    PrefillChunk,
     Serving,
     decode_workspace_size,
     gather_dequant,
@@ -64,7 +66,7 @@ from sparsemla import (
 )
 from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
 from sparsemla.backends.vllm.settings import NO_FNUZ, adapted
-from sparsemla.backends.vllm.warmup import LOGGER, Key, register_attention
+from sparsemla.backends.vllm.warmup import LOGGER, PAGE_SIZE, register_attention
 from sparsemla.formats import BF16_512
 from sparsemla.kernels.attention.schedule import FEW_HEADS
 from sparsemla.kernels.common.device import describe
@@ -225,36 +227,16 @@ def _refuse_batch_invariance(config: VllmConfig, capability: DeviceCapability) -
     return None
 
 
-@dataclass
-class Conversion:
-    """A chunk of n prefills with contexts that are converted to bfloat16 together.
-
-    Attributes:
-        tokens: indices of their query tokens in the batch.
-        request_ids: int32 ``[tokens]``, request of each token, counted from the first of the chunk.
-        block_table: int32 ``[n, W]``.
-        seq_lens: int32 ``[n]``, context plus query.
-        starts: int32 ``[n]``, first workspace row of each request.
-        num_rows: workspace rows of the chunk.
-    """
-
-    tokens: slice
-    request_ids: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    starts: Tensor
-    num_rows: int
-
-
 @dataclass(kw_only=True)
 class SparseMLAMetadata(SparseMLACommonMetadata):
-    """vLLM's common metadata plus the chunks of prefills to convert.
+    """vLLM's common metadata plus the prefills to convert.
 
     Attributes:
-        conversions: chunks of all prefills of the batch; empty to read the cache in place.
+        converted: the plan of all prefills of the batch, whose contexts are converted to bfloat16
+            chunk by chunk; None to read the cache in place.
     """
 
-    conversions: tuple[Conversion, ...] = ()
+    converted: Plan | None = None
 
 
 class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]):
@@ -303,44 +285,26 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
             return metadata
         lens = common_attn_metadata.seq_lens_cpu_upper_bound
         if metadata.num_prefills and lens is not None and self.may_convert:
-            metadata.conversions = self._conversions(metadata, common_attn_metadata, lens)
+            metadata.converted = self._conversions(metadata, common_attn_metadata, lens)
         return metadata
 
     def _conversions(
         self, metadata: SparseMLAMetadata, common: CommonAttentionMetadata, seq_lens: Tensor
-    ) -> tuple[Conversion, ...]:
-        """Chunks of prefills to convert; ``seq_lens`` are upper bounds on the host."""
+    ) -> Plan | None:
+        """The prefills to convert; ``seq_lens`` are upper bounds on the host."""
         prefills = slice(metadata.num_decodes, metadata.num_decodes + metadata.num_prefills)
         offsets = common.query_start_loc_cpu[prefills.start : prefills.stop + 1]
-        lens = seq_lens[prefills]
         config = self.vllm_config
         num_rows = prefill_workspace_rows(
             offsets.diff().tolist(),
-            lens.tolist(),
+            seq_lens[prefills].tolist(),
             cache_format=self.format,
             num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
             topk=self.topk_tokens,
             max_rows=config.model_config.max_model_len,
             device=self.device,
         )
-        if num_rows is None:
-            return ()
-        conversions = []
-        for begin, end in split_prefill_chunks(lens, num_rows):
-            requests = slice(prefills.start + begin, prefills.start + end)
-            tokens = slice(int(offsets[begin]), int(offsets[end]))
-            ends = lens[begin:end].cumsum(0)
-            conversions.append(
-                Conversion(
-                    tokens,
-                    metadata.req_id_per_token[tokens] - requests.start,
-                    common.block_table_tensor[requests],
-                    common.seq_lens[requests],
-                    (ends - lens[begin:end]).int().to(self.device, non_blocking=True),
-                    int(ends[-1]),
-                )
-            )
-        return tuple(conversions)
+        return None if num_rows is None else prefill_plan(metadata, common, seq_lens, num_rows)
 
     def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
         """Update the one tensor that the model runner does not own; captured in its graphs."""
@@ -349,6 +313,90 @@ class SparseMLAMetadataBuilder(SparseMLACommonMetadataBuilder[SparseMLAMetadata]
             compute_token_to_req_indices(
                 metadata.query_start_loc, metadata.req_id_per_token, tokens, tokens
             )
+
+
+def prefill_plan(
+    metadata: SparseMLAMetadata, common: CommonAttentionMetadata, seq_lens: Tensor, max_rows: int
+) -> Plan:
+    """The plan of all prefills of a batch, counted from the first one.
+
+    Args:
+        metadata: of the step.
+        common: likewise, before vLLM's common classes.
+        seq_lens: on the host, upper bounds of the rows that requests have on this rank.
+        max_rows: workspace rows of a chunk.
+    """
+    first, last = metadata.num_decodes, metadata.num_decodes + metadata.num_prefills
+    offsets = common.query_start_loc_cpu[first : last + 1]
+    tokens = slice(int(offsets[0]), int(offsets[-1]))
+    offsets, lens = (offsets - offsets[0]).tolist(), seq_lens[first:last]
+    starts, parts = [], split_prefill_chunks(lens, max_rows)
+    for begin, end in parts:
+        starts.append((lens[begin:end].cumsum(0) - lens[begin:end]).int())
+    # Parts begin aligned, as their kernels were warmed up.
+    on_device = [part.to(metadata.seq_lens.device, non_blocking=True) for part in starts]
+    table, device_lens = metadata.block_table[first:last], metadata.seq_lens[first:last]
+    chunks = (
+        PrefillChunk(
+            slice(begin, end),
+            slice(offsets[begin], offsets[end]),
+            int(lens[begin:end].sum()),
+            device_lens[begin:end],
+            table[begin:end],
+            part,
+        )
+        for (begin, end), part in zip(parts, on_device, strict=True)
+    )
+    queries = metadata.query_start_loc
+    return part_plan(
+        metadata,
+        input_row_offsets=queries[first : last + 1] - queries[first],
+        num_tokens=offsets[-1],
+        seq_lens=device_lens,
+        page_table=table,
+        request_ids=metadata.req_id_per_token[tokens] - first,
+        workspace_starts=torch.cat(on_device),
+        prefill_chunks=tuple(chunks),
+    )
+
+
+def part_plan(
+    metadata: SparseMLAMetadata,
+    *,
+    num_tokens: int,
+    input_row_offsets: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    request_ids: Tensor,
+    decode_query_len: int = 0,
+    workspace_starts: Tensor | None = None,
+    prefill_chunks: tuple[PrefillChunk, ...] = (),
+) -> Plan:
+    """The plan of all decodes of a batch, or of all prefills."""
+    count, unread = len(seq_lens), metadata.slot_mapping[:0]
+    decodes, decode_tokens = (0, 0) if prefill_chunks else (count, num_tokens)
+    return Plan(
+        num_requests=count,
+        num_tokens=num_tokens,
+        num_decodes=decodes,
+        num_prefills=count - decodes,
+        num_decode_tokens=decode_tokens,
+        num_prefill_tokens=num_tokens - decode_tokens,
+        decode_query_len=decode_query_len,
+        max_query_len=decode_query_len or num_tokens,
+        max_seq_len=metadata.max_seq_len,
+        max_context_len=metadata.max_seq_len,
+        page_size=PAGE_SIZE,
+        positions=unread,
+        slot_mapping=unread,
+        input_row_offsets=input_row_offsets,
+        seq_lens=seq_lens,
+        page_table=page_table,
+        request_ids=request_ids,
+        prefill_request_ids=request_ids if prefill_chunks else None,
+        workspace_starts=workspace_starts,
+        prefill_chunks=prefill_chunks,
+    )
 
 
 class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
@@ -363,6 +411,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     supports_dcp: bool = True
     supports_pcp: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+    converts_in_workspace: ClassVar[bool] = True
     # Converting indices on a side stream does not pay off for layers with their own indexer.
     group_conversion_decode_only: ClassVar[bool] = True
 
@@ -445,7 +494,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 decode_workspace_bytes(
                     indices.shape[0], num_heads * self.dcp_world_size, indices.device
                 ),
-                self.conversion_rows * BF16_576.bytes_per_token,
+                self.conversion_rows * BF16_576.bytes_per_token * self.converts_in_workspace,
             )
         self.allow_fp8_mma = permits_fp8_mma()
         if self.allow_fp8_mma:
@@ -510,14 +559,21 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             return kv_cache
         return self.index_group.physical_kv_cache(self.index_group_index)
 
-    def warm_up_more(self, serving: Serving) -> Iterable[Key]:
-        """What else the layer may ask of the GPU: nothing."""
-        return ()
+    def servings(self, serving: Serving) -> Iterable[Serving]:
+        """What the layer may ask of the GPU, if its rows are there."""
+        return (serving,)
 
-    def _converted(self, num_rows: int) -> Tensor:
-        """bfloat16 rows in the workspace shared by all layers."""
-        spec = ((num_rows, self.format.head_dim), torch.bfloat16)
-        return current_workspace_manager().get_simultaneous(spec)[0]
+    def converted_rows(self, kv_cache: Tensor, plan: Plan, number: int) -> Tensor:
+        """The bfloat16 rows of a chunk, in the workspace shared by all layers."""
+        chunk = plan.prefill_chunks[number]
+        spec = ((chunk.num_workspace_rows, self.format.head_dim), torch.bfloat16)
+        return gather_dequant(
+            PagedCache(kv_cache, self.format),
+            chunk.page_table,
+            chunk.seq_lens,
+            chunk.workspace_starts,
+            out=current_workspace_manager().get_simultaneous(spec)[0],
+        )
 
     def reserve_workspace(self) -> None:
         """Reserve the workspace in vLLM's profiling run of a microbatch."""
@@ -547,52 +603,48 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         attn_metadata: SparseMLAMetadata,
         layer: AttentionLayer,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of a batch; prefills read converted rows if the metadata has conversions."""
-        conversions = attn_metadata.conversions
+        """Attention of a batch; prefills read converted rows if the metadata has a plan of them."""
+        plan, first = attn_metadata.converted, attn_metadata.num_decode_tokens
         num_tokens = (q[0] if isinstance(q, tuple) else q).shape[0]
-        fits = all(each.num_rows <= self.conversion_rows for each in conversions)
         # vLLM may run prefills as dense attention elsewhere; q then has the tokens of decodes only.
-        if not conversions or not fits or num_tokens <= conversions[0].tokens.start:
+        if plan is None or not self._fits(plan) or num_tokens <= first:
             return self.attend_in_place(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         q, q_rope = self._parts(q)
         out = q.new_empty(*q.shape[:2], self.format.value_dim)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        out[conversions[-1].tokens.stop :] = 0  # padding
-        lse[conversions[-1].tokens.stop :] = -torch.inf
-        decodes = slice(conversions[0].tokens.start)
-        if decodes.stop:
-            some = q[decodes] if q_rope is None else (q[decodes], q_rope[decodes])
-            out[decodes], lse[decodes] = self.attend_in_place(
+        end = first + plan.num_tokens
+        out[end:] = 0  # padding
+        lse[end:] = -torch.inf
+        if first:
+            some = q[:first] if q_rope is None else (q[:first], q_rope[:first])
+            out[:first], lse[:first] = self.attend_in_place(
                 some, kv_c_and_k_pe_cache, attn_metadata, layer
             )
-        cache = PagedCache(kv_c_and_k_pe_cache, self.format)
-        for each in conversions:
-            rows = gather_dequant(
-                cache,
-                each.block_table,
-                each.seq_lens,
-                each.starts,
-                out=self._converted(each.num_rows),
-            )
-            indices = to_slots(
-                self.topk_indices_buffer[each.tokens],
-                each.block_table,
-                each.request_ids,
-                page_size=cache.page_size,
-                workspace_starts=each.starts,
-                prefill_request_ids=each.request_ids,
-            )
+        indices = to_slots(
+            self.topk_indices_buffer[first:end],
+            plan.page_table,
+            plan.request_ids,
+            page_size=PAGE_SIZE,
+            workspace_starts=plan.workspace_starts,
+            prefill_request_ids=plan.prefill_request_ids,
+        )
+        for number, chunk in enumerate(plan.prefill_chunks):
+            tokens = slice(first + chunk.tokens.start, first + chunk.tokens.stop)
             sparse_prefill(
-                q[each.tokens],
-                rows,
-                indices,
-                q_rope=None if q_rope is None else q_rope[each.tokens],
+                q[tokens],
+                self.converted_rows(kv_c_and_k_pe_cache, plan, number),
+                indices[chunk.tokens],
+                q_rope=None if q_rope is None else q_rope[tokens],
                 softmax_scale=self.scale,
                 allow_fp8_mma=self.allow_fp8_mma,
-                out=out[each.tokens],
-                lse=lse[each.tokens],
+                out=out[tokens],
+                lse=lse[tokens],
             )
         return out, lse
+
+    def _fits(self, plan: Plan) -> bool:
+        """Whether all chunks fit the workspace."""
+        return all(c.num_workspace_rows <= self.conversion_rows for c in plan.prefill_chunks)
 
     def _parts(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Queries as wide as the rows: in one tensor, or without their RoPE dims and these."""

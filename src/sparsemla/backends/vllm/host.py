@@ -28,12 +28,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.logger import init_logger
+from vllm.models.deepseek_v32.attention import DeepseekV32Attention
+from vllm.utils.math_utils import cdiv
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionMetadata, max_decode_query_len
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
-from sparsemla import FP8_DS_MLA, CacheFormat, ContextShard, HostCache, HotRows, PagedCache
+from sparsemla import FP8_DS_MLA, CacheFormat, ContextShard, HostCache, HostContext, HotRows
 from sparsemla.backends.vllm.settings import HOST_CONNECTOR, HostRowsConfig
 
 if TYPE_CHECKING:
@@ -50,21 +52,23 @@ PAGE_SIZE = 64
 
 @dataclass(frozen=True)
 class HostLayer:
-    """A layer's rows on the host, and its hot rows.
+    """A layer's rows on the host, and its rows on the GPU.
 
     Attributes:
-        host: the rows, which gather_dequant and fetch_rows read.
-        hot: hot rows of all layers.
-        layer: its index among them.
-        leaders: how many of them select.
+        name: of the layer in the metadata of a step.
+        index: of the layer among those with rows on the host.
+        hot: hot rows of all layers, for decodes.
+        context: rows of all layers for prefills.
         seats: int32 ``[max_num_seqs]``, of the requests of the batch, -1 behind the last.
+        writes_first: vLLM writes the step's rows before it selects, in a fused kernel.
     """
 
-    host: PagedCache
+    name: str
+    index: int
     hot: HotRows
-    layer: int
-    leaders: int
+    context: HostContext
     seats: Tensor
+    writes_first: bool
 
 
 @dataclass
@@ -160,7 +164,8 @@ class HostRowsConnector(KVConnectorBase_V1, SupportsHMA):
             ValueError: layers of several formats, or host memory that cannot be registered.
         """
         config, settings = self._vllm_config, self.settings
-        layers = [layer for name, layer in _layers(config) if name in kv_caches]
+        named = [(name, layer) for name, layer in _layers(config) if name in kv_caches]
+        layers = [layer for _, layer in named]
         impls = [layer.impl for layer in layers]
         selects, formats = [impl.selects for impl in impls], {impl.format for impl in impls}
         if len(formats) != 1:
@@ -191,14 +196,20 @@ class HostRowsConnector(KVConnectorBase_V1, SupportsHMA):
             leaders=leaders(selects),
             shard=context_shard(config),
         )
+        context = HostContext(
+            self.host,
+            max_rows=max(impl.context_rows for impl in impls),
+            shard=context_shard(config),
+        )
         self.seats = torch.full((num_seats,), -1, dtype=torch.int32, device=placeholder.device)
-        for index, layer in enumerate(layers):
-            rows = self.host.layer(index)
-            layer.kv_cache = rows.data
-            layer.impl.rows = HostLayer(rows, self.hot, index, sum(selects), self.seats)
+        for index, (name, layer) in enumerate(named):
+            layer.kv_cache = self.host.layer(index).data
+            fused = isinstance(layer, DeepseekV32Attention)
+            layer.impl.rows = HostLayer(name, index, self.hot, context, self.seats, fused)
         LOGGER.info(
             "sparsemla: %d latent rows of %d layers are on the host, %.1f GiB for each of %d ranks "
-            "(%d with the same rows); %d hot rows for each of %d requests take %.1f GiB of the GPU",
+            "(%d with the same rows); on the GPU, %d hot rows for each of %d requests take %.1f "
+            "GiB, rows of prefills %.1f GiB",
             self.host.num_slots,
             len(layers),
             self.host.memory_bytes / 2**30,
@@ -207,6 +218,7 @@ class HostRowsConnector(KVConnectorBase_V1, SupportsHMA):
             settings.rows_per_seat,
             num_seats,
             self.hot.memory_bytes / 2**30,
+            context.memory_bytes / 2**30,
         )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
@@ -310,10 +322,10 @@ def context_shard(config: VllmConfig) -> ContextShard | None:
 
 
 def reserved_bytes(
-    config: VllmConfig, settings: HostRowsConfig, fmt: CacheFormat, topk: int
+    config: VllmConfig, settings: HostRowsConfig, fmt: CacheFormat, topk: int, context_rows: int
 ) -> int:
-    """Bytes of a layer's hot rows."""
-    return HotRows.size(
+    """Bytes of a layer's hot rows, and its share of the rows of prefills."""
+    hot = HotRows.size(
         fmt,
         num_layers=1,
         seats=config.scheduler_config.max_num_seqs,
@@ -321,3 +333,5 @@ def reserved_bytes(
         topk=topk,
         query_len=max_decode_query_len(config),
     )
+    layers = config.model_config.get_total_num_hidden_layers()
+    return hot + cdiv(HostContext.size(fmt, max_rows=context_rows), layers)

@@ -251,8 +251,15 @@ HOST = ATTENTION + _rows(
         KVTransferConfig: type of an argument
     vllm.forward_context:
         ForwardContext: type of an argument
+        in_piecewise_cudagraph: whether fetches begin before attention
+    vllm.model_executor.layers.attention.attention:
+        get_attention_context: metadata of a step
+            layer_name
+    vllm.models.deepseek_v32.attention:
+        DeepseekV32Attention: rows that are written before the selection
+            _sparse_indexer_and_attn
     vllm.utils.math_utils:
-        round_up: sizes of workspaces
+        cdiv: sizes of workspaces
     vllm.utils.torch_utils:
         async_tensor_h2d: seats of new requests
             data device dtype

@@ -24,7 +24,6 @@ from vllm.v1.worker.block_table import get_block_table_width
 from sparsemla import Serving, warm_up
 from sparsemla.backends.vllm.compressed import CompressedLayer, Pages
 from sparsemla.backends.vllm.divided import Division
-from sparsemla.backends.vllm.hosted import HostedLayer
 from sparsemla.backends.vllm.sharded import ShardedIndex
 from sparsemla.warmup import Sweep
 
@@ -32,7 +31,7 @@ LOGGER = init_logger("vllm.sparsemla")  # vLLM configures the loggers below its 
 PAGE_SIZE = 64
 
 
-Key: TypeAlias = Serving | CompressedLayer | HostedLayer | ShardedIndex
+Key: TypeAlias = Serving | CompressedLayer | ShardedIndex
 """What the layers of one kind may ask of the GPU."""
 
 
@@ -90,7 +89,7 @@ def register_layers(cls: type) -> None:
         JitWarmupRegistry.register(KERNELS, config, compressed_layers, (cls,))
 
 
-def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving | HostedLayer]:
+def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
     """The configuration of each attention layer."""
     for layer in config.compilation_config.static_forward_context.values():
         if type(getattr(layer, "impl", None)) is impl:
@@ -107,8 +106,7 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving | Hoste
                 page_stride=cache.stride(0),
                 **_limits(config),
             )
-            yield serving
-            yield from layer.impl.warm_up_more(serving)
+            yield from layer.impl.servings(serving)
 
 
 def _query_pitch(impl: Any) -> int | None:  # noqa: ANN401 - of the class above

@@ -21,6 +21,7 @@ import triton.language as tl
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.integers import next_power_of_2
 from sparsemla.kernels.common.search import smaller_entries
+from sparsemla.kernels.common.shards import row_of
 from sparsemla.kernels.lists.arguments import OwnPositions, ShareLists
 
 BLOCK = 1024
@@ -223,9 +224,8 @@ def _own_positions(
         position = tl.load(listed + at, mask=at < topk, other=-1)
         named = (position >= 0) & (position <= 0x7FFFFFFF)
         position = tl.where(named, position, 0).to(tl.int32)
-        turn = position // INTERLEAVE
-        own = named & (turn % NUM_PARTS == part)
-        row = turn // NUM_RANKS * INTERLEAVE + position % INTERLEAVE
+        own = named & (position // INTERLEAVE % NUM_PARTS == part)
+        row = row_of(position, NUM_RANKS, INTERLEAVE)
         before = tl.cumsum(own.to(tl.int32)) - 1
         tl.store(to + count + before, row, mask=own)
         count += tl.sum(own.to(tl.int32))

@@ -43,6 +43,7 @@ from torch import Tensor
 from sparsemla.cache import misalignment
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.search import smaller_entries
+from sparsemla.kernels.common.shards import row_of
 from sparsemla.kernels.common.slots import is_slot, slot_of
 from sparsemla.kernels.residency.arguments import (
     FetchRows,
@@ -69,9 +70,9 @@ def _local(position, rank, NUM_RANKS: tl.constexpr, INTERLEAVE: tl.constexpr):
     """A position's row on this rank, -1 for those of other ranks."""
     local = position
     if NUM_RANKS > 1:
-        turn = position // INTERLEAVE
-        local = turn // NUM_RANKS * INTERLEAVE + position % INTERLEAVE
-        local = tl.where((position >= 0) & (turn % NUM_RANKS == rank), local, -1)
+        local = row_of(position, NUM_RANKS, INTERLEAVE)
+        owner = position // INTERLEAVE % NUM_RANKS
+        local = tl.where((position >= 0) & (owner == rank), local, -1)
     return local
 
 

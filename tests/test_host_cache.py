@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from sparsemla import (
     dense_decode,
     e4m3_format,
     gather_dequant,
-    offload,
+    host_cache,
+    numa,
     pinned,
     sparse_decode,
     sparse_prefill,
 )
+from sparsemla.pinned import HostMemory
 
 
 class Cudart:
@@ -67,8 +70,9 @@ def install_driver(monkeypatch, cudart):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(offload, "check_device", lambda name, device: None)
-    monkeypatch.setattr(offload, "alias", lambda rows, device: rows)
+    monkeypatch.setattr(host_cache, "check_device", lambda name, device: None)
+    monkeypatch.setattr(host_cache, "alias", lambda rows, device: rows)
+    monkeypatch.setattr(host_cache, "node_of_gpu", lambda index: None)
     monkeypatch.setattr(pinned, "_forget_error", clear)
     monkeypatch.setattr(pinned, "MAX_PIECE", 300_000)
     return cudart
@@ -185,7 +189,7 @@ def test_ranks_all_have_a_cache_or_none(tmp_path):
 
 
 def test_more_than_the_host_has(monkeypatch):
-    monkeypatch.setattr(offload, "available_bytes", lambda: 1_000_000)
+    monkeypatch.setattr(host_cache, "available_bytes", lambda: 1_000_000)
     with pytest.raises(
         ValueError,
         match="num_pages must be at most 11, for which 1000000 free bytes of the host suffice, "
@@ -243,6 +247,70 @@ def test_bad_arguments():
         allocate(device="mps")
     with pytest.raises(TypeError, match="group must be a ProcessGroup, got str"):
         allocate(group="all")
+
+
+@pytest.fixture
+def host_with_two_nodes(monkeypatch, tmp_path):
+    """A GPU on node 1, and rows where the test says."""
+    properties = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xDC, pci_device_id=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(numa, "PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(numa, "MAPPINGS", tmp_path / "numa_maps")
+    folder = tmp_path / "0000:dc:03.0"
+    folder.mkdir()
+    (folder / "numa_node").write_text("1\n")
+    taken = HostMemory.__init__
+
+    def place(counts):
+        def take(memory, num_bytes):
+            taken(memory, num_bytes)
+            start = memory.bytes.data_ptr()
+            lines = [
+                f"{start - 8192:x} bind:0 anon=9 N0=9 kernelpagesize_kB=4",
+                f"{start:x} default anon=8 dirty=8 {counts} kernelpagesize_kB=4",
+                f"{start + (1 << 40):x} default file=/a N0=7 kernelpagesize_kB=4",
+            ]
+            (tmp_path / "numa_maps").write_text("\n".join(lines))
+
+        monkeypatch.setattr(HostMemory, "__init__", take)
+        return folder
+
+    return place
+
+
+def test_rows_on_the_node_of_the_gpu(with_driver, monkeypatch, host_with_two_nodes):
+    with_driver()
+    monkeypatch.setattr(host_cache, "node_of_gpu", numa.node_of_gpu)
+    folder = host_with_two_nodes("N1=8")
+    with allocate(device="cuda:0") as host:
+        assert host.numa_nodes == (1, {1: 1.0})
+        (folder / "numa_node").write_text("-1\n")  # the system does not know
+        assert host.numa_nodes == (None, {1: 1.0})
+        numa.MAPPINGS.unlink()
+        assert host.numa_nodes == (None, {})
+
+
+def test_rows_on_another_node_than_the_gpu_are_named(with_driver, monkeypatch, host_with_two_nodes):
+    cudart = with_driver()
+    monkeypatch.setattr(host_cache, "node_of_gpu", numa.node_of_gpu)
+    folder = host_with_two_nodes("N0=6 N1=2")
+    with pytest.warns(
+        UserWarning,
+        match=r"rows should be on NUMA node 1 of cuda:0, got 75% on node 0; .* --membind=1",
+    ) as warned:
+        host = allocate(device="cuda:0")
+    assert warned[0].filename == __file__
+    host.close()
+    assert not cudart.registered
+    (folder / "numa_node").write_text("-1\n")
+    allocate(device="cuda:0").close()
+
+
+def test_the_nodes_of_this_machine():
+    with allocate() as host:
+        gpu, rows = host.numa_nodes
+        assert gpu is None
+        assert sum(rows.values()) == pytest.approx(1) if numa.MAPPINGS.exists() else rows == {}
 
 
 def test_attention_refuses_rows_of_the_host():
