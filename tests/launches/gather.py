@@ -8,6 +8,7 @@ from sparsemla import (
     FP8_528,
     FP8_584,
     FP8_DS_MLA,
+    FP8_NOPE,
     PagedCache,
     dispatch,
     e4m3_format,
@@ -83,6 +84,7 @@ LAUNCHES = {
         for fmt in (
             BF16_576,
             FP8_DS_MLA,
+            FP8_NOPE,
             FP8_584,
             FP8_528,
             FP4_288,
