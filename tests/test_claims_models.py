@@ -1172,5 +1172,4 @@ def test_the_models_of_engines() -> None:
     refused = {row[0]: row[2] for row in table if row[1] == "vLLM"}
     for architecture in base(OWN_ATTENTION):
         assert refused[architecture] == OWN_ATTENTION[architecture]
-    pooled = GLM5_NEXT[1]
-    assert [pooled, "vLLM, `sparsemla_indexer", OWN_INDEXER[pooled]] in table
+    assert refused.keys() >= base(OWN_INDEXER)

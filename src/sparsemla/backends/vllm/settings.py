@@ -40,17 +40,14 @@ OWN_INDEXER = {
     "DeepseekV41ForCausalLM": "selects from candidate blocks",
     "Dots3NoteForCausalLM": "reads the indexer in its attention",
     "Dots3NoteMTPModel": "reads the indexer in its attention",
-    "Glm5NextForCausalLM": "pools its index keys",
-    "Glm5NextForConditionalGeneration": "pools its index keys",
-    "Glm5NextMTPModel": "pools its index keys",
     "HYV4ForCausalLM": "has an indexer class of its own",
     "HYV4MTPModel": "has an indexer class of its own",
 }
-"""Models whose indexer is not that of DeepSeek-V3.2 and GLM-5, by architecture."""
+"""Models with an indexer that is not replaced, by architecture."""
 
 DEEPSEEK_V32 = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32MTPModel")
 GLM5_NEXT = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration", "Glm5NextMTPModel")
-"""GLM-5.3-Flash, whose indexer stays vLLM's."""
+"""GLM-5.3-Flash."""
 DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel")
 
 HOST_CONNECTOR = "HostRowsConnector"
@@ -84,7 +81,7 @@ def indexer_is_named() -> bool:
 
 
 def indexer_is_active() -> bool:
-    """Whether models of DeepSeek-V3.2 and GLM-5 get this package's indexer."""
+    """Whether models get this package's indexer: DeepSeek-V3.2, GLM-5 and GLM-5.3-Flash."""
     from vllm.config import CompilationConfig
 
     return OPERATOR in CompilationConfig._attention_ops
@@ -236,7 +233,7 @@ def refuse(config: VllmConfig) -> None:
             "sparsemla: vLLM takes its own attention backend on XPU; serve without the attention "
             "backend CUSTOM"
         )
-    indexed = has_indexer and (models | drafts) & set(DEEPSEEK_V32)
+    indexed = has_indexer and (models | drafts) & {*DEEPSEEK_V32, *GLM5_NEXT}
     if (served or indexed) and current_platform.is_rocm():
         raise ValueError(
             "sparsemla: on ROCm vLLM has sparse attention of its own, and on gfx942 it writes "
@@ -244,15 +241,11 @@ def refuse(config: VllmConfig) -> None:
             f"without the attention backend CUSTOM and without {INDEXER_PLUGIN} in VLLM_PLUGINS"
         )
     gpu = unserved_gpu()
-    if gpu and served & set(DEEPSEEK_V32) and not indexer_is_active():
+    indexed_models = served & {*DEEPSEEK_V32, *GLM5_NEXT}
+    if gpu and indexed_models and not indexer_is_active():
         raise ValueError(
-            f"sparsemla: vLLM's indexer of DeepSeek-V3.2 has no kernels for {gpu}; unset "
-            f"VLLM_PLUGINS, or name {INDEXER_PLUGIN} in it"
-        )
-    if gpu and served & set(GLM5_NEXT):
-        raise ValueError(
-            f"sparsemla: vLLM's indexer of GLM-5.3-Flash has no kernels for {gpu}, and this "
-            "package has none for an engine; its attention needs sm_90 or newer"
+            f"sparsemla: vLLM's indexer of {' and '.join(sorted(indexed_models))} has no kernels "
+            f"for {gpu}; unset VLLM_PLUGINS, or name {INDEXER_PLUGIN} in it"
         )
     if permits_fp8_mma() and not served:
         raise ValueError(
