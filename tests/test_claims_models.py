@@ -1152,7 +1152,7 @@ def test_the_models_of_transformers() -> None:
 def test_the_models_of_engines() -> None:
     """The tables have the architectures that the plugins register, and the refused ones."""
     from sparsemla.backends.vllm import NVIDIA_MODELS, V4_MODELS
-    from sparsemla.backends.vllm.settings import GLM5_NEXT, OWN_ATTENTION, OWN_INDEXER
+    from sparsemla.backends.vllm.settings import GLM5_NEXT, HY_V4, OWN_ATTENTION, OWN_INDEXER
 
     def base(architectures: Iterable[str]) -> set[str]:
         """Without models that draft, which come with another one."""
@@ -1161,7 +1161,7 @@ def test_the_models_of_engines() -> None:
     table = model_rows("| models | architecture |")
     served = {row[2]: {other[1] for other in table if other[2] == row[2]} for row in table}
     assert served == {
-        "vLLM 0.33": base(NVIDIA_MODELS) | base(V4_MODELS) | base(GLM5_NEXT[1:]),
+        "vLLM 0.33": base(NVIDIA_MODELS) | base(V4_MODELS) | base(GLM5_NEXT[1:]) | base(HY_V4),
         "SGLang 0.5.23": base(NVIDIA_MODELS),
     }
     for _, architecture, _, command, _, proof in table:
@@ -1172,4 +1172,5 @@ def test_the_models_of_engines() -> None:
     refused = {row[0]: row[2] for row in table if row[1] == "vLLM"}
     for architecture in base(OWN_ATTENTION):
         assert refused[architecture] == OWN_ATTENTION[architecture]
-    assert refused.keys() >= base(OWN_INDEXER)
+    for architecture in base(OWN_INDEXER.keys() - OWN_ATTENTION.keys()):
+        assert [architecture, "vLLM, `sparsemla_indexer", OWN_INDEXER[architecture]] in table

@@ -307,7 +307,7 @@ def overlap(found, expected):
 def test_a_layer_agrees_with_transformers(made, kpool, dtype):
     engine, other = made(kpool, dtype)
     assert type(engine.layer.mla_attn.indexer) is pooled.PooledIndexer
-    assert type(engine.layer.mla_attn.mla_attn.impl) is attention.SparseMLAImpl
+    assert type(engine.layer.mla_attn.mla_attn.impl) is attention.SinkImpl
     rows = engine.layer.mla_attn.mla_attn.kv_cache
     assert rows.shape[-1] * rows.element_size() == (528 if dtype == "fp8_ds_mla" else 1024)
     x = Draw(2).normal(LENGTH, HIDDEN).bfloat16()
@@ -416,7 +416,7 @@ def test_steps_reach_no_kernel_that_was_not_warmed_up(run_python, made, monkeypa
     # As vLLM sets it once caches are there: to the least of all groups, that of open pools.
     engine.config.cache_config.block_size = kpool
     (keys,) = warmup.pooled_layers(engine.config, engine.layer.mla_attn.indexer)
-    serving, rows = warmup.attention_layers(engine.config, attention.SparseMLAImpl)
+    serving, rows = warmup.attention_layers(engine.config, attention.SinkImpl)
     names = "pool_windows", "prepare_index_queries"
     attends = "fused_rope_rmsnorm_quant", "sparse_decode", "sparse_prefill"
     calls = replay.spy(monkeypatch, {pooled: names, indexer: ("indexer_topk",), attention: attends})

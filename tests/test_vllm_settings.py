@@ -638,6 +638,19 @@ def test_glm_5_3_needs_this_packages_indexer_where_vllms_has_no_kernels(monkeypa
             assert "on ROCm" in message(settings.refuse, named(plain(), architecture))
 
 
+def test_hunyuan_v4_needs_a_gpu_with_vllms_indexer(monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
+    for architecture in settings.HY_V4:
+        custom = named(plain("CUSTOM"), architecture)
+        assert message(settings.refuse, custom) == ""
+        with monkeypatch.context() as change:
+            change.setattr(settings, "unserved_gpu", lambda: "sm_89")
+            change.setattr(settings, "indexer_is_active", lambda: True)
+            reason = f"indexer of {architecture} has no kernels for sm_89, and this package does"
+            assert reason in message(settings.refuse, custom)
+            assert message(settings.refuse, named(plain(), architecture)) == ""
+
+
 def test_platforms_that_ignore_the_backend_are_refused(monkeypatch):
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
     custom = named(plain("CUSTOM"), "DeepseekV32ForCausalLM")
@@ -774,7 +787,8 @@ def test_every_model_with_selected_positions_is_served_or_refused():
         files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
         if any("topk_indices_buffer" in file.read_text() for file in files):
             found.add(architecture)
-    served = plugins.GENERIC_MODELS.keys() | {*settings.DEEPSEEK_V4, *settings.GLM5_NEXT}
+    others = settings.DEEPSEEK_V4 + settings.GLM5_NEXT + settings.HY_V4
+    served = plugins.GENERIC_MODELS.keys() | {*others}
     assert found == served | settings.OWN_ATTENTION.keys() | ASKING.keys()
     assert not ASKING.keys() & (served | settings.OWN_ATTENTION.keys())
     assert {*settings.DEEPSEEK_V32} == plugins.GENERIC_MODELS.keys()
@@ -819,6 +833,8 @@ READ = [
     "vllm.models.glm5next.common.attention:Indexer.forward",
     "vllm.models.glm5next.nvidia.ops.kpool_compress:_expand_pools_and_append_tail_kernel",
     "vllm.models.glm5next.nvidia.sparse_indexer:sparse_attn_indexer_kpool",
+    "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention.__init__",
+    "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention._force_sparse_mqa",
     "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention._resolve_sink_backend",
     "vllm.platforms.xpu:XPUPlatform.get_attn_backend_cls",
     "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder.build",

@@ -109,7 +109,7 @@ class SparseMLABackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[SparseMLAImpl]:
         """The class that computes attention in each layer."""
-        return SparseMLAImpl
+        return SinkImpl
 
     @staticmethod
     def get_builder_cls() -> type[SparseMLAMetadataBuilder]:
@@ -140,6 +140,11 @@ class SparseMLABackend(AttentionBackend):
     @classmethod
     def is_sparse(cls) -> bool:
         """Yes."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Yes: layers of Hunyuan V4 have them."""
         return True
 
     @classmethod
@@ -398,6 +403,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     supports_dcp: bool = True
     supports_pcp: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+    sinks: Tensor | None = None
     # Converting indices on a side stream does not pay off for layers with their own indexer.
     group_conversion_decode_only: ClassVar[bool] = True
 
@@ -629,6 +635,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 indices,
                 q_rope=None if q_rope is None else q_rope[each.tokens],
                 softmax_scale=self.scale,
+                attn_sink=self.sinks,
                 allow_fp8_mma=self.allow_fp8_mma,
                 out=out[each.tokens],
                 lse=lse[each.tokens],
@@ -733,6 +740,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 q_rope=q_rope,
                 softmax_scale=self.scale,
                 topk_lengths=counts,
+                attn_sink=self.sinks,
             )
         # Each token of a speculative decode selects its own keys: pass it as a separate request.
         out, lse = sparse_decode(
@@ -742,9 +750,36 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             q_rope=None if q_rope is None else q_rope.unsqueeze(1),
             softmax_scale=self.scale,
             topk_lengths=counts,
+            attn_sink=self.sinks,
             workspace=self._workspace(),
         )
         return out.squeeze(1), lse.squeeze(1)
+
+
+class SinkImpl(SparseMLAImpl):
+    """:class:`SparseMLAImpl` for heads that may have attention sinks.
+
+    Args:
+        args, kwargs: of that class.
+        sinks: float32 ``[H]``, the logit of each head's sink; a parameter that is loaded later.
+
+    Raises:
+        ValueError: ranks share contexts, so each of them would count the sinks.
+    """
+
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401 - passed on
+        sinks: Tensor | None = None,
+        **kwargs: Any,  # noqa: ANN401 - passed on
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if sinks is not None and self.dcp_world_size > 1:
+            raise ValueError(
+                "sparsemla: attention sinks need --decode-context-parallel-size 1, as each rank "
+                f"would count them; got {self.dcp_world_size}"
+            )
+        self.sinks = sinks
 
 
 def check_reduce_scatter(group: GroupCoordinator) -> None:

@@ -31,8 +31,6 @@ OWN_ATTENTION = {
     "DSparkV41DraftModel": "chooses among vLLM's own classes of attention",
     "Dots3NoteForCausalLM": "pads the rows of its caches for a backend of vLLM",
     "Dots3NoteMTPModel": "pads the rows of its caches for a backend of vLLM",
-    "HYV4ForCausalLM": "has attention sinks, for which it takes a backend of vLLM",
-    "HYV4MTPModel": "has attention sinks, for which it takes a backend of vLLM",
 }
 """Models that ignore ``CUSTOM``, by architecture."""
 
@@ -48,6 +46,8 @@ OWN_INDEXER = {
 DEEPSEEK_V32 = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32MTPModel")
 GLM5_NEXT = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration", "Glm5NextMTPModel")
 """GLM-5.3-Flash."""
+HY_V4 = ("HYV4ForCausalLM", "HYV4MTPModel")
+"""Hunyuan V4, whose indexer stays vLLM's."""
 DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel")
 
 HOST_CONNECTOR = "HostRowsConnector"
@@ -142,7 +142,7 @@ def choose(config: VllmConfig) -> None:
             " and ".join(sorted(chosen)),
         )
     cache, kinds = config.cache_config, attention.backend_per_kind
-    sparse = {*DEEPSEEK_V32, *GLM5_NEXT}
+    sparse = {*DEEPSEEK_V32, *GLM5_NEXT, *HY_V4}
     if models & sparse and custom in (attention.backend, kinds.get("mla_attention")):
         cache.cache_dtype = FP8_CACHES.get(cache.cache_dtype, cache.cache_dtype)
     if drafts & sparse and speculative.attention_backend == custom:
@@ -246,6 +246,12 @@ def refuse(config: VllmConfig) -> None:
         raise ValueError(
             f"sparsemla: vLLM's indexer of {' and '.join(sorted(indexed_models))} has no kernels "
             f"for {gpu}; unset VLLM_PLUGINS, or name {INDEXER_PLUGIN} in it"
+        )
+    if gpu and served & set(HY_V4):
+        raise ValueError(
+            f"sparsemla: vLLM's indexer of {' and '.join(sorted(served & set(HY_V4)))} has no "
+            f"kernels for {gpu}, and this package does not replace it; its attention needs sm_90 "
+            "or newer"
         )
     if permits_fp8_mma() and not served:
         raise ValueError(

@@ -112,6 +112,7 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Key]:
                 index_heads=0,
                 converts=layer.impl.conversion_rows > 0,
                 allow_fp8_mma=layer.impl.allow_fp8_mma,
+                sinks=layer.impl.sinks is not None,
                 num_pages=cache.shape[0],
                 page_stride=cache.stride(0),
                 **limits,
