@@ -84,12 +84,12 @@ LAUNCHES = {
         for fmt in (
             BF16_576,
             FP8_DS_MLA,
-            FP8_NOPE,
             FP8_584,
             FP8_528,
             FP4_288,
             e4m3_format(),
             e4m3_format(scale_block=576),
+            FP8_NOPE,
         )
     },
 }

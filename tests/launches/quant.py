@@ -120,7 +120,6 @@ LAUNCHES = {
     "fused fp8_ds_mla, few tokens": fused(FP8_DS_MLA, tokens=128),
     "fused fp8_ds_mla, half-split": fused(FP8_DS_MLA, interleaved=False),
     "fused fp8_ds_mla, with rows": fused(FP8_DS_MLA, with_rows=True),
-    "fused fp8_nope": fused(FP8_NOPE, norm_dim=512),
     "fused fp8_584": fused(FP8_584, norm_dim=512),
     "fused fp8_584, query norm": fused(FP8_584, query_norm=True),
     "fused fp8_528": fused(FP8_528),
@@ -141,4 +140,5 @@ LAUNCHES = {
     "queries index_fp8, interleaved": index_queries(INDEX_FP8, interleaved=True),
     "queries index_fp8, hadamard": index_queries(INDEX_FP8, hadamard=True),
     "queries bf16": index_queries(bf16_format(128)),
+    "fused fp8_nope": fused(FP8_NOPE, norm_dim=512),
 }
