@@ -153,8 +153,10 @@ def test_a_layer_with_sinks(build_model, model_config, monkeypatch, run_python, 
         positions = torch.arange(first, last)
         found.append(server.run(metadata, common, positions, x[first:last]))
     expected = expected_of(made, x)
-    error = (torch.cat(found).float() - expected).norm() / expected.norm()
-    assert error < (0.04 if dtype == "fp8_ds_mla" else 0.01)
+    for (first, last), out in zip(CHUNKS, found, strict=True):
+        part = expected[first:last]
+        error = (out.float() - part).norm() / part.norm()
+        assert error < (0.06 if dtype == "fp8_ds_mla" else 0.02), (first, last)
     assert {op for op, *_ in calls} == {"sparse_decode", "sparse_prefill"}
     assert replay.missing_kernels(run_python, calls, serving) == []
 
