@@ -1111,6 +1111,23 @@ def test_counts_of_the_batching_example(capsys: pytest.CaptureFixture[str]) -> N
     assert all(counts(shown))
 
 
+def test_the_loss_of_rows_of_368_bytes() -> None:
+    file = json.loads((DATA / "row-loss.json").read_text(encoding="utf-8"))
+    lines = [
+        f"| {row['rows']} | {row['bytes']} | {row['loss']:.4f} "
+        f"| {row['more']:.4f} ± {row['standard_error']:.4f} | {row['recall']:.1%} |"
+        for row in file["rows"]
+    ]
+    text = page("docs/formats.md")
+    assert table_after(text, "| rows | bytes | nats a byte |") == lines
+    _, fp8, fp4 = file["rows"]
+    text = " ".join(text.split())
+    assert f"{fp4['more'] / fp8['more']:.1f} times what rows of 656 bytes cost" in text
+    assert f"{fp8['bytes'] / fp4['bytes']:.2f} times the tokens of 656" in text
+    assert f"The loss is over {file['texts']} held-out texts of {file['length']} bytes" in text
+    assert f"recall is of {fp4['values']} hidden values" in text
+
+
 MODELS = "docs/models.md"
 RAN_ON_H200 = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "glm5_next")
 """Types whose tests ran on a GPU, as the pages say that the table links."""
