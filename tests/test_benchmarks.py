@@ -65,6 +65,20 @@ def test_enable_is_timed_beside_transformers_where_tokens_agree(capsys, monkeypa
     assert len(json.loads(path.read_text())["rows"]) == 2
 
 
+def test_the_loss_of_rows_is_measured(capsys):
+    """More so in fewer bytes, even over a few of them."""
+    pytest.importorskip("transformers")
+    import row_loss
+
+    found = row_loss.measure(2, 256, pairs=2)
+    assert [row["bytes"] for row in found] == [1152, 656, 368]
+    assert [row["values"] for row in found] == [4, 4, 4]
+    changes = [row["change_of_a_byte"] for row in found]
+    assert 0 == changes[0] < changes[1] < changes[2]
+    assert found[0]["more"] == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
 def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     from vllm_engine import MODES, NCCL, PAIRS, select_modes
 

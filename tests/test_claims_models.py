@@ -1111,6 +1111,23 @@ def test_counts_of_the_batching_example(capsys: pytest.CaptureFixture[str]) -> N
     assert all(counts(shown))
 
 
+def test_the_loss_of_rows_of_368_bytes() -> None:
+    file = json.loads((DATA / "row-loss.json").read_text(encoding="utf-8"))
+    lines = [
+        f"| {row['rows']} | {row['bytes']} | {row['loss']:.4f} "
+        f"| {row['more']:.4f} ± {row['standard_error']:.4f} | {row['recall']:.1%} |"
+        for row in file["rows"]
+    ]
+    text = page("docs/formats.md")
+    assert table_after(text, "| rows | bytes | nats a byte |") == lines
+    _, fp8, fp4 = file["rows"]
+    text = " ".join(text.split())
+    assert f"{fp4['more'] / fp8['more']:.1f} times what rows of 656 bytes cost" in text
+    assert f"{fp8['bytes'] / fp4['bytes']:.2f} times the tokens of 656" in text
+    assert f"The loss is over {file['texts']} held-out texts of {file['length']} bytes" in text
+    assert f"recall is of {fp4['values']} hidden values" in text
+
+
 MODELS = "docs/models.md"
 RAN_ON_H200 = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "deepseek_v4", "glm5_next")
 """Types whose tests ran on a GPU, as the pages say that the table links."""
@@ -1152,7 +1169,7 @@ def test_the_models_of_transformers() -> None:
 def test_the_models_of_engines() -> None:
     """The tables have the architectures that the plugins register, and the refused ones."""
     from sparsemla.backends.vllm import NVIDIA_MODELS, V4_MODELS
-    from sparsemla.backends.vllm.settings import GLM5_NEXT, OWN_ATTENTION, OWN_INDEXER
+    from sparsemla.backends.vllm.settings import GLM5_NEXT, HY_V4, OWN_ATTENTION, OWN_INDEXER
 
     def base(architectures: Iterable[str]) -> set[str]:
         """Without models that draft, which come with another one."""
@@ -1161,7 +1178,7 @@ def test_the_models_of_engines() -> None:
     table = model_rows("| models | architecture |")
     served = {row[2]: {other[1] for other in table if other[2] == row[2]} for row in table}
     assert served == {
-        "vLLM 0.33": base(NVIDIA_MODELS) | base(V4_MODELS) | base(GLM5_NEXT[1:]),
+        "vLLM 0.33": base(NVIDIA_MODELS) | base(V4_MODELS) | base(GLM5_NEXT[1:]) | base(HY_V4),
         "SGLang 0.5.23": base(NVIDIA_MODELS),
     }
     for _, architecture, _, command, _, proof in table:
@@ -1172,5 +1189,5 @@ def test_the_models_of_engines() -> None:
     refused = {row[0]: row[2] for row in table if row[1] == "vLLM"}
     for architecture in base(OWN_ATTENTION):
         assert refused[architecture] == OWN_ATTENTION[architecture]
-    pooled = GLM5_NEXT[1]
-    assert [pooled, "vLLM, `sparsemla_indexer", OWN_INDEXER[pooled]] in table
+    for architecture in base(OWN_INDEXER.keys() - OWN_ATTENTION.keys()):
+        assert [architecture, "vLLM, `sparsemla_indexer", OWN_INDEXER[architecture]] in table

@@ -14,6 +14,7 @@ from sparsemla import (
     FP8_528,
     FP8_584,
     FP8_DS_MLA,
+    FP8_NOPE,
     INDEX_FP8,
     INDEX_MXFP4,
     PagedCache,
@@ -80,6 +81,7 @@ def test_pack_and_unpack_keep_all_bits(fmt, page_size, num_rows, seed):
         (BF16_576, 1152),
         (BF16_512, 1024),
         (FP8_DS_MLA, 656),
+        (FP8_NOPE, 528),
         (FP8_584, 584),
         (FP8_528, 528),
         (FP4_288, 288),
@@ -104,6 +106,15 @@ def test_the_656_bytes_of_a_row():
         assert record[:512].tolist() == fields.fp8[row].view(torch.uint8).tolist()
         assert bytes(record[512:528]) == struct.pack("<4f", *fields.scales[row].tolist())
         assert bytes(record[528:]) == bytes(fields.bf16[row].view(torch.uint8))
+
+
+def test_a_row_without_rope_has_the_first_528_bytes_of_a_row_with_it():
+    rows = torch.randn(40, 576)
+    rows[3] = 0
+    caches = [PagedCache.allocate(fmt, 5, 8) for fmt in (FP8_DS_MLA, FP8_NOPE)]
+    for cache in caches:
+        cache.write(torch.arange(40), rows[:, : cache.format.head_dim])
+    assert_equal("bytes", caches[1].data, caches[0].data[..., :528])
 
 
 @pytest.mark.parametrize(

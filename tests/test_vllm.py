@@ -15,11 +15,10 @@ import json
 import os
 import pickle
 import re
-import sys
 import warnings
 from multiprocessing import forkserver
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,6 +103,7 @@ with warnings.catch_warnings():
     from vllm.v1.worker.block_table import get_block_table_width
     from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
+    import glm5_next_alone  # noqa: F401 - before ``pooled``
     from sparsemla.backends import vllm as plugins
     from sparsemla.backends.vllm import (
         GENERIC_MODELS,
@@ -115,10 +115,12 @@ with warnings.catch_warnings():
         host_attention,
         indexer,
         nvidia,
+        pooled,
         recording,
         register,
         surface,
         warmup,
+        wrapper,
     )
     from sparsemla.backends.vllm import register_indexer as register_the_indexer
 
@@ -126,6 +128,7 @@ import replay
 from sparsemla import (
     FP4_288,
     FP8_528,
+    FP8_NOPE,
     INDEX_FP8,
     INDEX_MXFP4,
     ContextShard,
@@ -311,7 +314,7 @@ def test_the_indexer_can_be_registered_twice(plain_vllm, monkeypatch):
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla", "sparsemla_indexer"], raising=False)
     register_the_indexer()
     register_the_indexer()
-    assert op_registry_oot["MultiHeadLatentAttentionWrapper"] is indexer.SparseMLAWrapper
+    assert op_registry_oot["MultiHeadLatentAttentionWrapper"] is wrapper.SparseMLAWrapper
     assert op_registry_oot["SparseAttnIndexer"] is indexer.IdleIndexerOp
     assert CompilationConfig._attention_ops.count(indexer.OPERATOR) == 1
     for architecture, path in GENERIC_MODELS.items():
@@ -329,9 +332,20 @@ def test_the_indexer_is_not_registered_unless_named(plain_vllm, monkeypatch, plu
 
 OVERRIDDEN = {
     "SparseMLAIndexer.forward": (indexer.SparseMLAIndexer.forward, Indexer.forward),
+    "PooledIndexer.forward": (pooled.PooledIndexer.forward, pooled.Indexer.forward),
     "sparse_attn_indexer": (nvidia.sparse_attn_indexer, sparse_attn_indexer.sparse_attn_indexer),
 }
-for module in (attention, host, host_attention, indexer, nvidia, recording, warmup):
+for module in (
+    attention,
+    host,
+    host_attention,
+    indexer,
+    nvidia,
+    pooled,
+    recording,
+    warmup,
+    wrapper,
+):
     OVERRIDDEN |= surface.overridden(module)
 ROWS = {(name, row.path): row for name, rows in surface.SURFACE.items() for row in rows}
 
@@ -357,10 +371,12 @@ def test_what_is_touched_fits_vllm(key):
         "indexer",
         "exchange",
         "nvidia",
+        "pooled",
         "recorded",
         "recording",
         "settings",
         "warmup",
+        "wrapper",
     ],
 )
 def test_every_import_from_vllm_has_a_row(name):
@@ -726,7 +742,6 @@ def check_layer(config, batch, num_heads, dtype="auto", one_piece=False, **chang
     metadata = builder(config, dtype, head_size).build(0, batch.common())
     parts = q if one_piece else (q[..., :512].contiguous(), q[..., 512:].contiguous())
     made = layer(buffer, num_heads, dtype, **changes)
-    q = pad(q, (0, cache.format.head_dim - head_size))  # vLLM stores zeros beside e4m3
     with locked_workspace():
         out, lse = made.forward_mqa(parts, cache.data, metadata, None)
 
@@ -777,13 +792,35 @@ def test_contexts_of_rows_without_rope_may_be_converted_first(engine):
     check_layer(made, batch, 8, "fp8_ds_mla", **NOPE)
 
 
-def test_rows_without_rope_have_zeros_beside_e4m3_only(config):
+def test_rows_without_rope_have_no_zeros(config):
     buffer = Batch(Draw(0), [1], [1]).selections()
     assert layer(buffer, 8, "auto", **NOPE).format == bf16_format(512)
     assert builder(config, "bfloat16", 512).format == bf16_format(512)
+    assert layer(buffer, 8, "fp8_ds_mla", **NOPE).format == FP8_NOPE
+    assert builder(config, "fp8_ds_mla", 512).format == FP8_NOPE
     assert not layer(buffer, 8, "fp8_ds_mla", **NOPE).supports_dense_mha_prefill
     assert layer(buffer, 8, "auto", **NOPE).supports_dense_mha_prefill
     assert layer(buffer, 8, "fp8_ds_mla").supports_dense_mha_prefill
+
+
+def test_what_moves_rows_of_656_bytes_is_refused_for_rows_without_rope(config, monkeypatch):
+    monkeypatch.setattr(config.model_config.hf_text_config, "qk_rope_head_dim", 0)
+    monkeypatch.setattr(config.attention_config, "hisparse_config", object())
+    (reason,) = refusals(head_size=512, kv_cache_dtype="fp8_ds_mla")
+    assert reason.startswith("rows without RoPE need HiSparse off or --kv-cache-dtype auto")
+    assert refusals(head_size=512, kv_cache_dtype="auto") == []
+
+
+def test_other_settings_that_are_refused_for_rows_without_rope(config, monkeypatch):
+    monkeypatch.setattr(config.model_config.hf_text_config, "qk_rope_head_dim", 0)
+    with monkeypatch.context() as change:
+        change.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
+        change.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+        (reason,) = refusals(head_size=512)
+        assert reason.startswith("batch invariance needs rows with RoPE")
+    monkeypatch.setattr(config.parallel_config, "prefill_context_parallel_size", 2)
+    (reason,) = refusals(head_size=512)
+    assert reason.startswith("rows without RoPE need --prefill-context-parallel-size 1")
 
 
 def test_glm_5_3_is_served(config, monkeypatch):
@@ -2447,90 +2484,6 @@ def log_probabilities(config, model, ids, chunks=CHUNKS):
     return torch.cat([server.step(ids[0, first:last], first) for first, last in chunks])
 
 
-class Selecting(torch.nn.Module):
-    """In the place of GLM-5.3-Flash's indexer, whose kernels are CUDA's: it selects all tokens."""
-
-    def __init__(self, vllm_config, config, *sizes):
-        super().__init__()
-        self.topk_tokens = config.index_topk
-        self.topk_indices_buffer = sizes[-2]
-
-    def forward(self, hidden_states, q_c, positions, rotary):
-        tokens = torch.arange(self.topk_indices_buffer.shape[1], dtype=torch.int32)
-        chosen = torch.where(tokens <= positions[:, None], tokens, -1)
-        self.topk_indices_buffer[: len(positions)] = chosen
-        return self.topk_indices_buffer
-
-
-@pytest.fixture
-def glm5next(monkeypatch):
-    """vLLM's module of GLM-5.3-Flash's attention, without the package that reads images."""
-    package = ModuleType("vllm.models.glm5next")
-    package.__path__ = [str(Path(mla.__file__).parents[2] / "models" / "glm5next")]
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    module = importlib.import_module("vllm.models.glm5next.common.attention")
-    monkeypatch.setattr(module, "Indexer", Selecting)
-    return module
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is built for the CPU")
-@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
-def test_a_layer_of_glm_5_3_with_vllms_class(
-    build_model, glm5next, model_config, monkeypatch, dtype
-):
-    """As in ``Glm5NextForConditionalGeneration``, beside attention in float32 without a cache."""
-    monkeypatch.setattr(model_config.hf_config, "qk_rope_head_dim", 0)
-    config = engine_config(
-        model_config,
-        dtype,
-        attention_config=AttentionConfig(backend="CUSTOM"),
-        compilation_config=CompilationConfig(custom_ops=["none"]),
-    )
-    text = SimpleNamespace(rms_norm_eps=1e-5, index_topk=TOPK, indexer_rope_interleave=True)
-    buffer = torch.empty(MAX_TOKENS, TOPK + 128, dtype=torch.int32)
-    sizes = {"hidden_size": 256, "num_heads": 8, "q_lora_rank": 128, "kv_lora_rank": 512}
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-        made = glm5next.Glm5NextMLAAttention(
-            config,
-            text,
-            **sizes,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=0,
-            v_head_dim=64,
-            cache_config=config.cache_config,
-            prefix="layer",
-            topk_indices_buffer=buffer,
-            skip_rope=True,
-        )
-    draw = Draw(0)
-    for weight in made.parameters():
-        deviation = weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.2
-        weight.data = (draw.normal(*weight.shape) * deviation + (weight.dim() == 1)).bfloat16()
-    absorb(config)
-    x, server = draw.normal(140, 256).bfloat16(), Server(config, made)
-    table, found = torch.tensor([[5, 2, 7]]).int(), []
-    for first, last in CHUNKS:
-        common = server.common(first, last - first, table)
-        metadata = {name: each.build(0, common) for name, each in server.builders.items()}
-        positions = torch.arange(first, last)
-        found.append(server.run(metadata, common, x[first:last], positions))
-
-    def normed(x, norm):
-        return torch.nn.functional.rms_norm(x, x.shape[-1:], norm.weight.float(), 1e-5)
-
-    both = x.float() @ made.fused_qkv_a_proj.weight.float().T
-    q_a, latent = both.split([128, 512], dim=-1)
-    q = normed(q_a, made.q_a_layernorm) @ made.q_b_proj.weight.float().T
-    kv = normed(latent, made.kv_a_layernorm) @ made.kv_b_proj.weight.float().T
-    k, v = kv.unflatten(-1, (8, -1)).split([128, 64], dim=-1)
-    scores = torch.einsum("qhd,khd->hqk", q.unflatten(-1, (8, -1)), k) * 128**-0.5
-    scores = scores.masked_fill(torch.ones(140, 140).triu(1).bool(), -torch.inf)
-    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
-    expected = out @ made.o_proj.weight.float().T
-    error = (torch.cat(found).float() - expected).norm() / expected.norm()
-    assert error < (0.04 if dtype == "fp8_ds_mla" else 0.01)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model is built for the CPU")
 @pytest.mark.parametrize(
     ("nvidia_class_runs", "dtype"),
@@ -2857,18 +2810,22 @@ def calls(monkeypatch):
 
 @contextlib.contextmanager
 def warmed_up(config, monkeypatch):
-    """vLLM's start around the construction of layers; what is compiled for them."""
-    configurations = []
+    """vLLM's start around the construction of layers; what is compiled for them.
+
+    Sweeps are those of other ops than attention: rows without RoPE are written.
+    """
+    configurations, sweeps = [], []
 
     def collect(*found, steps):
-        assert not steps  # only DeepSeek-V4 has any
         configurations.extend(found)
+        sweeps.extend(steps)
 
     monkeypatch.setattr(warmup, "warm_up", collect)
     registry = JitWarmupRegistry(config)
     with registry.activate():
         yield configurations
     registry.warmup()
+    assert [sweep.step.__name__ for sweep in sweeps] in ([], ["_write"])
 
 
 def in_engine(config, **batch):

@@ -50,6 +50,7 @@ with warnings.catch_warnings():
     from vllm.v1.attention.backends import registry as attention_registry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    import glm5_next_alone  # noqa: F401 - before ``pooled``
     from sparsemla.backends import environment
     from sparsemla.backends import vllm as plugins
     from sparsemla.backends.vllm import (
@@ -59,9 +60,11 @@ with warnings.catch_warnings():
         host_attention,
         indexer,
         nvidia,
+        pooled,
         settings,
         surface,
         warmup,
+        wrapper,
     )
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -616,15 +619,36 @@ def test_models_with_another_indexer_are_refused(monkeypatch, architecture):
     assert message(settings.refuse, named(plain(), architecture)) == ""
 
 
-def test_glm_5_3_needs_a_gpu_with_vllms_indexer(monkeypatch):
+def test_glm_5_3_needs_this_packages_indexer_where_vllms_has_no_kernels(monkeypatch):
     monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
     for architecture in settings.GLM5_NEXT:
         custom = named(plain("CUSTOM"), architecture)
-        monkeypatch.setattr(settings, "unserved_gpu", lambda: "sm_89")
-        assert "GLM-5.3-Flash has no kernels for sm_89" in message(settings.refuse, custom)
-        monkeypatch.setattr(settings, "unserved_gpu", lambda: None)
+        with monkeypatch.context() as change:
+            change.setattr(settings, "unserved_gpu", lambda: "sm_89")
+            reason = f"indexer of {architecture} has no kernels for sm_89; unset VLLM_PLUGINS, or"
+            assert reason in message(settings.refuse, custom)
+            change.setattr(settings, "indexer_is_active", lambda: True)
+            assert message(settings.refuse, custom) == ""
         assert message(settings.refuse, custom) == ""
         assert message(settings.refuse, named(plain(), architecture)) == ""
+        with monkeypatch.context() as change:
+            change.setattr(envs, "VLLM_PLUGINS", ["sparsemla", "sparsemla_indexer"], raising=False)
+            assert message(settings.refuse, named(plain(), architecture)) == ""
+            change.setattr(type(current_platform), "is_rocm", lambda self: True)
+            assert "on ROCm" in message(settings.refuse, named(plain(), architecture))
+
+
+def test_hunyuan_v4_needs_a_gpu_with_vllms_indexer(monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
+    for architecture in settings.HY_V4:
+        custom = named(plain("CUSTOM"), architecture)
+        assert message(settings.refuse, custom) == ""
+        with monkeypatch.context() as change:
+            change.setattr(settings, "unserved_gpu", lambda: "sm_89")
+            change.setattr(settings, "indexer_is_active", lambda: True)
+            reason = f"indexer of {architecture} has no kernels for sm_89, and this package does"
+            assert reason in message(settings.refuse, custom)
+            assert message(settings.refuse, named(plain(), architecture)) == ""
 
 
 def test_platforms_that_ignore_the_backend_are_refused(monkeypatch):
@@ -763,7 +787,8 @@ def test_every_model_with_selected_positions_is_served_or_refused():
         files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
         if any("topk_indices_buffer" in file.read_text() for file in files):
             found.add(architecture)
-    served = plugins.GENERIC_MODELS.keys() | {*settings.DEEPSEEK_V4, *settings.GLM5_NEXT}
+    others = settings.DEEPSEEK_V4 + settings.GLM5_NEXT + settings.HY_V4
+    served = plugins.GENERIC_MODELS.keys() | {*others}
     assert found == served | settings.OWN_ATTENTION.keys() | ASKING.keys()
     assert not ASKING.keys() & (served | settings.OWN_ATTENTION.keys())
     assert {*settings.DEEPSEEK_V32} == plugins.GENERIC_MODELS.keys()
@@ -802,6 +827,14 @@ READ = [
     "vllm.models.deepseek_v4.nvidia.ops.o_proj:deep_gemm_fp8_o_proj",
     "vllm.models.deepseek_v41.nvidia.model:_select_dsv4_attn_cls",
     "vllm.models.dots3_note.nvidia.model:Dots3NoteFullAttention.__init__",
+    "vllm.models.glm5next.common.attention:Glm5NextIndexerCache.get_kv_cache_spec",
+    "vllm.models.glm5next.common.attention:Glm5NextTailCache.get_kv_cache_spec",
+    "vllm.models.glm5next.common.attention:Indexer.__init__",
+    "vllm.models.glm5next.common.attention:Indexer.forward",
+    "vllm.models.glm5next.nvidia.ops.kpool_compress:_expand_pools_and_append_tail_kernel",
+    "vllm.models.glm5next.nvidia.sparse_indexer:sparse_attn_indexer_kpool",
+    "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention.__init__",
+    "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention._force_sparse_mqa",
     "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention._resolve_sink_backend",
     "vllm.platforms.xpu:XPUPlatform.get_attn_backend_cls",
     "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder.build",
@@ -821,6 +854,7 @@ READ = [
     "vllm.v1.worker.gpu.states:RequestState.add_request",
 ]
 BODIES = Path(__file__).parent / "vllm_bodies.json"
+MODULES = attention, host, host_attention, indexer, nvidia, pooled, warmup, wrapper, deepseek_v4
 
 
 @functools.cache
@@ -848,7 +882,7 @@ def bodies():
     """Functions of vLLM whose bodies matter here, with hashes of them."""
     overridden = {
         f"{theirs.__module__}:{theirs.__qualname__}"
-        for module in (attention, host, host_attention, indexer, nvidia, warmup, deepseek_v4)
+        for module in MODULES
         for _, theirs in surface.overridden(module).values()
         if theirs.__name__ not in ("__eq__", "__repr__")  # generated
     }

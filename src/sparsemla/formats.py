@@ -547,6 +547,9 @@ BF16_512 = bf16_format(512)
 FP8_DS_MLA = CacheFormat("fp8_ds_mla", 576, 512, 512, 128, scales_in="row", min_scale=1e-4)
 """DeepSeek-V3.2's 656 bytes per token: 512 e4m3, 4 float32 scales, 64 bfloat16."""
 
+FP8_NOPE = CacheFormat("fp8_nope", 512, 512, 512, 128, scales_in="row", min_scale=1e-4)
+"""That record without RoPE dims, 528 bytes per token: 512 e4m3 and 4 float32 scales."""
+
 FP8_584 = CacheFormat(
     "fp8_584",
     512,
@@ -610,14 +613,15 @@ INDEX_MXFP4 = CacheFormat(
 )
 """Indexer keys, 68 bytes per token: 128 e2m1; after the page's rows, 4 e8m0 scales per token."""
 
-_FIXED = {fmt.name: fmt for fmt in (FP8_DS_MLA, FP8_584, FP8_528, FP4_288, INDEX_FP8, INDEX_MXFP4)}
+_LATENTS = (FP8_DS_MLA, FP8_NOPE, FP8_584, FP8_528, FP4_288)
+_FIXED = {fmt.name: fmt for fmt in (*_LATENTS, INDEX_FP8, INDEX_MXFP4)}
 
 
 def get_format(name: str) -> CacheFormat:
     """The format with this name.
 
     Args:
-        name: ``fp8_ds_mla``, ``fp8_584``, ``fp8_528``, ``fp4_288``, ``index_fp8``,
+        name: ``fp8_ds_mla``, ``fp8_nope``, ``fp8_584``, ``fp8_528``, ``fp4_288``, ``index_fp8``,
             ``index_mxfp4``, ``bf16_<head_dim>v<value_dim>`` or
             ``e4m3_<head_dim>v<value_dim>b<scale_block>``.
 

@@ -13,6 +13,10 @@ from torch import Tensor
 
 from sparsemla.validation import check_device, check_integer, check_integers, check_kind
 
+NO_NORM = 2.0**40
+"""An epsilon beside which a row's mean square vanishes: its RMSNorm is a constant factor, which
+weights of ``NO_NORM**0.5`` undo."""
+
 
 @dataclass(frozen=True)
 class Pooling:

@@ -92,6 +92,7 @@ class Serving:
         table_width: columns of the page table; default as many as ``max_seq_len`` needs.
         converts: prefills may read a workspace of :func:`sparsemla.prefill_workspace_rows`.
         allow_fp8_mma: these prefills permit FP8 MMAs.
+        sinks: attention has an ``attn_sink``, as DeepSeek-V4's always has.
         rows_per_seat: with latent rows in host memory, hot rows of a request and layer, as
             :class:`sparsemla.HotRows` has them; None if the GPU keeps all rows.
         context_rows: with rows in host memory, the ``max_rows`` of
@@ -134,6 +135,7 @@ class Serving:
     table_width: int | None = None
     converts: bool = True
     allow_fp8_mma: bool = False
+    sinks: bool = False
     rows_per_seat: int | None = None
     context_rows: int | None = None
     num_pages: int | None = None
@@ -160,6 +162,7 @@ class Serving:
         for name in ("max_seq_len", "page_size", "max_workspace_bytes", "ratio", "max_positions"):
             check_integer(name, getattr(self, name), 1)
         check_kind("allow_fp8_mma", self.allow_fp8_mma, bool)
+        check_kind("sinks", self.sinks, bool)
         if self.query_pitch is not None:
             check_integer("query_pitch", self.query_pitch, ROPE_DIM)
         for name in ("rows_per_seat", "context_rows"):
@@ -659,6 +662,10 @@ def _queries(serving: Serving, fmt: CacheFormat, *rows: int) -> tuple[Tensor, Te
     return _empty(*heads, fmt.value_dim, dtype=torch.bfloat16), wide[..., -rope_dim:]
 
 
+def _sinks(serving: Serving) -> Tensor | None:
+    return _empty(serving.num_heads, dtype=torch.float32) if serving.sinks else None
+
+
 def _decode(serving: Serving, rows: PagedCache, tokens: int) -> None:
     q, q_rope = _queries(serving, rows.format, tokens, 1)
     sparse_decode(
@@ -668,6 +675,7 @@ def _decode(serving: Serving, rows: PagedCache, tokens: int) -> None:
         q_rope=q_rope,
         softmax_scale=1.0,
         topk_lengths=_empty(tokens),
+        attn_sink=_sinks(serving),
     )
 
 
@@ -680,6 +688,7 @@ def _prefill(serving: Serving, rows: PagedCache, tokens: int) -> None:
         q_rope=q_rope,
         softmax_scale=1.0,
         topk_lengths=_empty(tokens),
+        attn_sink=_sinks(serving),
     )
 
 
@@ -706,6 +715,7 @@ def _convert(serving: Serving, cache: PagedCache, start: int, requests: int) -> 
         slots,
         q_rope=None if q_rope is None else q_rope[start:],
         softmax_scale=1.0,
+        attn_sink=_sinks(serving),
         allow_fp8_mma=serving.allow_fp8_mma,
         out=_empty(end, heads, fmt.value_dim, dtype=torch.bfloat16)[start:],
         lse=_empty(end, heads, dtype=torch.float32)[start:],

@@ -8,6 +8,7 @@ from sparsemla import (
     FP8_528,
     FP8_584,
     FP8_DS_MLA,
+    FP8_NOPE,
     PagedCache,
     dispatch,
     e4m3_format,
@@ -88,6 +89,7 @@ LAUNCHES = {
             FP4_288,
             e4m3_format(),
             e4m3_format(scale_block=576),
+            FP8_NOPE,
         )
     },
 }

@@ -8,6 +8,7 @@ from sparsemla import (
     FP8_528,
     FP8_584,
     FP8_DS_MLA,
+    FP8_NOPE,
     INDEX_FP8,
     INDEX_MXFP4,
     PagedCache,
@@ -139,4 +140,5 @@ LAUNCHES = {
     "queries index_fp8, interleaved": index_queries(INDEX_FP8, interleaved=True),
     "queries index_fp8, hadamard": index_queries(INDEX_FP8, hadamard=True),
     "queries bf16": index_queries(bf16_format(128)),
+    "fused fp8_nope": fused(FP8_NOPE, norm_dim=512),
 }

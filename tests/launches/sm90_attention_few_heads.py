@@ -2,7 +2,7 @@
 
 import torch
 
-from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, PagedCache, dispatch, e4m3_format
+from sparsemla import BF16_576, FP8_584, FP8_DS_MLA, FP8_NOPE, PagedCache, dispatch, e4m3_format
 from sparsemla.kernels.attention.arguments import Splits
 
 TARGETS = ("sm_90",)
@@ -91,6 +91,7 @@ LAUNCHES = {
     "decode fp8_ds_mla h16": decode(FP8_DS_MLA, 16),
     "decode fp8_ds_mla h16 split": decode(FP8_DS_MLA, 16, num_splits=4, apart=True),
     "decode fp8_ds_mla h32": decode(FP8_DS_MLA, 32),
+    "decode fp8_nope h16": decode(FP8_NOPE, 16),
     "decode fp8_584 h16 extra": decode(FP8_584, 16, extra=True),
     "decode fp8_584 h128 extra tiles": decode(FP8_584, 128, extra=True, tile=16),
     "decode fp8_584 h32": decode(FP8_584, 32),

@@ -1750,9 +1750,7 @@ def _decode_in_splits() -> list[Case]:
         ),
         Case(
             "rows of bfloat16, extra stream of FP8, 40 heads",
-            build(
-                make, format=BF16_512, num_heads=40, topk=70, extra=(FP8_584, 90, 50, 2), **both
-            ),
+            build(make, format=BF16_512, num_heads=40, topk=70, extra=(FP8_584, 90, 50, 2), **both),
         ),
         *(
             Case(

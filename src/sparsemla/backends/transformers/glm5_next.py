@@ -45,11 +45,8 @@ from sparsemla.ops import (
     to_slots,
 )
 from sparsemla.plan import Plan
-from sparsemla.pooling import Pooling
+from sparsemla.pooling import NO_NORM, Pooling
 from sparsemla.rope import cos_sin_table
-
-NO_NORM = 2.0**40
-"""An epsilon beside which a row's mean square vanishes: its RMSNorm is a constant factor."""
 
 
 class PooledCache(HybridCache):

@@ -158,17 +158,17 @@ def _activate_indexer() -> None:
     from vllm.model_executor.custom_op import CustomOp, PluggableLayer, op_registry_oot
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from sparsemla.backends.vllm import indexer, warmup
+    from sparsemla.backends.vllm import indexer, warmup, wrapper
 
-    check((), indexer)
-    check((), warmup)
+    for module in (indexer, warmup, wrapper):
+        check((), module)
     check_when_configured()
     models = NVIDIA_MODELS if _nvidia_class_runs() else GENERIC_MODELS
     for architecture, model in models.items():
         ModelRegistry.register_model(architecture, model)
-    if op_registry_oot.get("MultiHeadLatentAttentionWrapper") is not indexer.SparseMLAWrapper:
+    if op_registry_oot.get("MultiHeadLatentAttentionWrapper") is not wrapper.SparseMLAWrapper:
         PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")(
-            indexer.SparseMLAWrapper
+            wrapper.SparseMLAWrapper
         )
         CustomOp.register_oot(name="SparseAttnIndexer")(indexer.IdleIndexerOp)
     if OPERATOR not in CompilationConfig._attention_ops:

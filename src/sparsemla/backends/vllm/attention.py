@@ -3,7 +3,8 @@
 vLLM's common classes build the metadata, convert selected positions to rows of the cache, and run
 short prompts as dense attention. This backend computes attention over the selected rows for decodes
 and prefills. It reads bfloat16 and ``fp8_ds_mla`` caches in place, except that it first converts
-the contexts of long prefills from ``fp8_ds_mla`` to bfloat16 if that is faster.
+the contexts of long prefills from ``fp8_ds_mla`` to bfloat16 if that is faster. Rows without RoPE
+have 528 bytes in ``fp8_ds_mla``, without the zeros that vLLM would keep, and are written here.
 
 With ``SPARSEMLA_FP8_MMA=1`` prefills over converted rows permit FP8 MMAs. All other attention reads
 the cache in place, for which no kernel has them.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -51,12 +52,14 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from sparsemla import (
     BF16_576,
     FP8_DS_MLA,
+    FP8_NOPE,
     CacheFormat,
     PagedCache,
     Plan,
     PrefillChunk,
     Serving,
     decode_workspace_size,
+    fused_rope_rmsnorm_quant,
     gather_dequant,
     prefill_workspace_rows,
     sparse_decode,
@@ -65,11 +68,13 @@ from sparsemla import (
     to_slots,
 )
 from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
+from sparsemla.backends.vllm.compressed import WrittenRows, unrotated
 from sparsemla.backends.vllm.settings import NO_FNUZ, adapted
-from sparsemla.backends.vllm.warmup import LOGGER, PAGE_SIZE, register_attention
+from sparsemla.backends.vllm.warmup import LOGGER, PAGE_SIZE, Key, register_attention
 from sparsemla.formats import BF16_512
 from sparsemla.kernels.attention.schedule import FEW_HEADS
 from sparsemla.kernels.common.device import describe
+from sparsemla.pooling import NO_NORM
 
 FORMATS = {"auto": BF16_576, "bfloat16": BF16_576, "fp8_ds_mla": FP8_DS_MLA}
 """Cache formats by vLLM's ``kv_cache_dtype``."""
@@ -82,14 +87,14 @@ ROUNDED_BYTES = 656
 def format_of(kv_cache_dtype: str, head_size: int) -> CacheFormat:
     """The format of a layer's rows.
 
-    vLLM writes rows without RoPE as 512 dims in bfloat16. In ``fp8_ds_mla`` it gives them 64 zeros.
-
     Args:
         kv_cache_dtype: vLLM's.
         head_size: dims of a row before it is stored.
     """
     format = FORMATS[kv_cache_dtype]
-    return BF16_512 if head_size == NOPE_DIM and format == BF16_576 else format
+    if head_size != NOPE_DIM:
+        return format
+    return FP8_NOPE if format == FP8_DS_MLA else BF16_512
 
 
 class SparseMLABackend(AttentionBackend):
@@ -106,7 +111,7 @@ class SparseMLABackend(AttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[SparseMLAImpl]:
         """The class that computes attention in each layer."""
-        return SparseMLAImpl
+        return SinkImpl
 
     @staticmethod
     def get_builder_cls() -> type[SparseMLAMetadataBuilder]:
@@ -117,8 +122,12 @@ class SparseMLABackend(AttentionBackend):
     def get_supported_kernel_block_sizes(
         kv_cache_spec: KVCacheSpec | None = None,
     ) -> list[int | MultipleOf]:
-        """Tokens per page: 64, like vLLM's index cache, which shares the block table."""
-        return [64]
+        """Tokens per page: 64, like vLLM's index cache, which shares the block table.
+
+        GLM-5.3-Flash, whose rows have no RoPE, has pages of pools.
+        """
+        pooled = kv_cache_spec is not None and kv_cache_spec.head_size == NOPE_DIM
+        return [MultipleOf(64) if pooled else 64]
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -136,13 +145,24 @@ class SparseMLABackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """Yes: layers of Hunyuan V4 have them."""
+        return True
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """Yes, but see :func:`_refuse_batch_invariance`."""
         return True
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Make the block stride a multiple of a row, so that a single index addresses a row."""
+        """Make the block stride a multiple of a row, so that a single index addresses a row.
+
+        vLLM's rows of ``fp8_ds_mla`` have place for RoPE, also where there is none.
+        """
+        packed = spec.state_content_bytes == FP8_DS_MLA.bytes_per_token
+        if packed and spec.head_size == NOPE_DIM:
+            spec = replace(spec, state_content_bytes=FP8_NOPE.bytes_per_token)
         return align_blocks_to_rows(spec)
 
     @classmethod
@@ -172,6 +192,8 @@ class SparseMLABackend(AttentionBackend):
         if config is None or config.model_config is None:
             return None
         reason = _refuse_model(config) or _refuse_both_cp(config) or adapted(config, "kv_b_proj")
+        if head_size == NOPE_DIM:
+            reason = reason or _refuse_without_rope(config, kv_cache_dtype)
         if reason is None and envs.VLLM_BATCH_INVARIANT:
             reason = _refuse_batch_invariance(config, device_capability)
         return reason
@@ -202,6 +224,24 @@ def _refuse_both_cp(config: VllmConfig) -> str | None:
         "prefill context parallelism needs --decode-context-parallel-size 1: ranks that share "
         f"contexts attend for the same tokens; got {pcp} and {dcp}"
     )
+
+
+def _refuse_without_rope(config: VllmConfig, kv_cache_dtype: str | None) -> str | None:
+    """The reason why rows without RoPE are not supported, or None."""
+    ranks = config.parallel_config.prefill_context_parallel_size
+    if ranks > 1:
+        return (
+            "rows without RoPE need --prefill-context-parallel-size 1: no indexer of pools gathers "
+            f"the keys of other ranks; got {ranks}"
+        )
+    if envs.VLLM_BATCH_INVARIANT:
+        return "batch invariance needs rows with RoPE: nothing has shown it for linear attention"
+    if config.attention_config.hisparse_config is not None and kv_cache_dtype == FP8_DS_MLA.name:
+        return (
+            "rows without RoPE need HiSparse off or --kv-cache-dtype auto: it moves rows of "
+            f"{FP8_DS_MLA.bytes_per_token} bytes, and these have {FP8_NOPE.bytes_per_token}"
+        )
+    return None
 
 
 def _refuse_batch_invariance(config: VllmConfig, capability: DeviceCapability) -> str | None:
@@ -412,6 +452,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     supports_pcp: bool = True
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
     converts_in_workspace: ClassVar[bool] = True
+    sinks: Tensor | None = None
     # Converting indices on a side stream does not pay off for layers with their own indexer.
     group_conversion_decode_only: ClassVar[bool] = True
 
@@ -482,9 +523,10 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
         if indices is None:
             raise ValueError("sparsemla: an indexer or topk_indices_buffer must be given, got none")
         self.format = format_of(kv_cache_dtype, head_size)
-        if self.format.head_dim > head_size:
-            # Dense prefills would gather rows into a workspace without room for the zeros.
+        if self.format == FP8_NOPE:
+            # Dense prefills would gather rows of 656 bytes.
             self.supports_dense_mha_prefill = False
+            self.unrotated = unrotated(indices.shape[0], indices.device)
         self.batch_invariant = envs.VLLM_BATCH_INVARIANT
         self.hisparse = isinstance(self.index_group, HiSparseMLAIndexGroup)
         self.conversion_rows = self.workspace_bytes = 0
@@ -531,7 +573,10 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 self.batch_invariant
             ),
             f"--kv-cache-dtype must be fp8_ds_mla, as only its rows are converted; got {dtype}": (
-                self.format != FP8_DS_MLA
+                not self.format.fp8_dim
+            ),
+            "rows must have RoPE dims, as no kernel has FP8 MMAs for rows of 512 dims": (
+                self.format == FP8_NOPE
             ),
             "--decode-context-parallel-size must be 1, as shared contexts are not converted; got "
             f"{ranks}": ranks > 1,
@@ -559,9 +604,11 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             return kv_cache
         return self.index_group.physical_kv_cache(self.index_group_index)
 
-    def servings(self, serving: Serving) -> Iterable[Serving]:
+    def warm_up_keys(self, serving: Serving) -> Iterable[Key]:
         """What the layer may ask of the GPU, if its rows are there."""
-        return (serving,)
+        yield serving
+        if self.format == FP8_NOPE:  # rows without RoPE are written here
+            yield WrittenRows.of(serving, FP8_NOPE)
 
     def converted_rows(self, kv_cache: Tensor, plan: Plan, number: int) -> Tensor:
         """The bfloat16 rows of a chunk, in the workspace shared by all layers."""
@@ -636,6 +683,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 indices[chunk.tokens],
                 q_rope=None if q_rope is None else q_rope[tokens],
                 softmax_scale=self.scale,
+                attn_sink=self.sinks,
                 allow_fp8_mma=self.allow_fp8_mma,
                 out=out[tokens],
                 lse=lse[tokens],
@@ -649,10 +697,38 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
     def _parts(self, q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Queries as wide as the rows: in one tensor, or without their RoPE dims and these."""
         q, q_rope = q if isinstance(q, tuple) else (q, None)
-        if q_rope is not None and q_rope.shape[-1]:
-            return q, q_rope
-        zeros = self.format.head_dim - q.shape[-1]
-        return (torch.nn.functional.pad(q, (0, zeros)) if zeros else q), None
+        return q, None if q_rope is None or q_rope.shape[-1] == 0 else q_rope
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        skip_scale: bool = False,
+    ) -> None:
+        """Write this step's rows, by vLLM's op unless they have 528 bytes."""
+        if self.format != FP8_NOPE:
+            super().do_kv_cache_update(
+                kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale
+            )
+            return
+        slots = slot_mapping.flatten()
+        if kv_cache.numel() == 0:  # vLLM profiles a step without caches
+            return
+        table, positions, weight = self.unrotated
+        fused_rope_rmsnorm_quant(
+            kv_c_normed.new_empty(len(slots), 0, table.shape[1]),  # nothing to rotate
+            kv_c_normed[: len(slots)],
+            table,
+            weight,
+            PagedCache(kv_cache, FP8_NOPE),
+            positions=positions[: len(slots)],
+            slot_mapping=slots,
+            eps=NO_NORM,
+        )
 
     def attend_in_place(
         self,
@@ -716,6 +792,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
                 q_rope=q_rope,
                 softmax_scale=self.scale,
                 topk_lengths=counts,
+                attn_sink=self.sinks,
             )
         # Each token of a speculative decode selects its own keys: pass it as a separate request.
         out, lse = sparse_decode(
@@ -725,9 +802,36 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             q_rope=None if q_rope is None else q_rope.unsqueeze(1),
             softmax_scale=self.scale,
             topk_lengths=counts,
+            attn_sink=self.sinks,
             workspace=self._workspace(),
         )
         return out.squeeze(1), lse.squeeze(1)
+
+
+class SinkImpl(SparseMLAImpl):
+    """:class:`SparseMLAImpl` for heads that may have attention sinks.
+
+    Args:
+        args, kwargs: of that class.
+        sinks: float32 ``[H]``, the logit of each head's sink; a parameter that is loaded later.
+
+    Raises:
+        ValueError: ranks share contexts, so each of them would count the sinks.
+    """
+
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401 - passed on
+        sinks: Tensor | None = None,
+        **kwargs: Any,  # noqa: ANN401 - passed on
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if sinks is not None and self.dcp_world_size > 1:
+            raise ValueError(
+                "sparsemla: attention sinks need --decode-context-parallel-size 1, as each rank "
+                f"would count them; got {self.dcp_world_size}"
+            )
+        self.sinks = sinks
 
 
 def check_reduce_scatter(group: GroupCoordinator) -> None:

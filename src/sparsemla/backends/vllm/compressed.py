@@ -1,17 +1,21 @@
-"""What a layer of DeepSeek-V4 may ask of a GPU, for the warm-up. Imports nothing of vLLM."""
+"""What layers may ask of a GPU besides attention, for the warm-up. Imports nothing of vLLM.
+
+The layers of DeepSeek-V4, and of GLM-5.3-Flash the indexer and the writes of rows.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from sparsemla import (
     FP8_584,
+    FP8_NOPE,
     INDEX_FP8,
     CacheFormat,
     HeadWeight,
@@ -28,6 +32,7 @@ from sparsemla import (
     to_slots,
 )
 from sparsemla.backends.vllm.conversions import MULTIPLE, Chosen, Conversion, Part, attend
+from sparsemla.pooling import NO_NORM
 from sparsemla.warmup import EVERY, Sweep
 
 ROPE_DIM = 64
@@ -316,6 +321,137 @@ class CompressedLayer:
             format=INDEX_FP8,
             interleaved=True,
             rope_first=False,
+        )
+
+
+@dataclass(frozen=True)
+class WrittenRows:
+    """Rows that are stored as they are, without a norm and without RoPE.
+
+    Args:
+        pages: of the cache.
+        format: of the rows.
+        max_tokens: most tokens of a step.
+    """
+
+    pages: Pages
+    format: CacheFormat
+    max_tokens: int
+
+    @classmethod
+    def of(cls, serving: Serving, format: CacheFormat) -> WrittenRows:
+        """The rows of an attention layer, whose cache is there."""
+        sizes = cast("tuple[int, int]", (serving.num_pages, serving.page_stride))
+        pages = Pages(sizes[0], serving.page_size, sizes[1], serving.columns)
+        return cls(pages, format, serving.max_tokens)
+
+    def sweeps(self) -> Iterator[Sweep]:
+        """The writes, at every number of tokens."""
+        yield Sweep(self._write, self.max_tokens)
+
+    def _write(self, tokens: int) -> None:
+        dim = self.format.head_dim
+        fused_rope_rmsnorm_quant(
+            without_memory(tokens, 0, ROPE_DIM, dtype=torch.bfloat16),
+            without_memory(tokens, dim, dtype=torch.bfloat16),
+            without_memory(1, ROPE_DIM, dtype=torch.float32),
+            without_memory(dim, dtype=torch.float32),
+            self.pages.cache(self.format),
+            positions=without_memory(tokens),
+            slot_mapping=without_memory(tokens, dtype=torch.int64),
+        )
+
+
+@functools.lru_cache(16)
+def unrotated(max_tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """A row of cosines 1 and sines 0, positions of it, and weights that undo :data:`NO_NORM`."""
+    made: dict[str, Any] = {"dtype": torch.float32, "device": device}
+    row = torch.tensor([1.0, 0.0], **made).repeat_interleave(ROPE_DIM // 2)
+    positions = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+    return row[None], positions, torch.full((FP8_NOPE.head_dim,), NO_NORM**0.5, **made)
+
+
+@dataclass(frozen=True)
+class PooledKeys:
+    """The indexer of a layer of GLM-5.3-Flash, its caches, and the engine's limits.
+
+    Args:
+        ratio: tokens of a pool.
+        topk: pools that a token selects.
+        index_heads: heads of the indexer.
+        keys, tails: pages of the index keys and of open pools.
+        max_positions: rows of the table of cosines and sines.
+        max_tokens: most tokens of a step.
+        max_requests: most requests of a step.
+        max_pieces: most pieces of prefills that the selection takes for requests, too.
+        max_workspace_bytes: of :func:`sparsemla.indexer_topk`.
+    """
+
+    ratio: int
+    topk: int
+    index_heads: int
+    keys: Pages
+    tails: Pages
+    max_positions: int
+    max_tokens: int
+    max_requests: int
+    max_pieces: int
+    max_workspace_bytes: int
+
+    def selections(self) -> list[Serving]:
+        """The selection of pools."""
+        return [
+            Serving(
+                None,
+                topk=self.topk,
+                index_heads=self.index_heads,
+                ratio=self.ratio,
+                max_tokens=self.max_tokens,
+                max_requests=self.max_requests + self.max_pieces,
+                page_size=self.keys.rows,
+                table_width=self.keys.columns,
+                num_pages=self.keys.count,
+                index_page_stride=self.keys.stride,
+                max_workspace_bytes=self.max_workspace_bytes,
+            )
+        ]
+
+    def sweeps(self) -> Iterator[Sweep]:
+        """All other ops, at every number of tokens."""
+        yield Sweep(self._pool, self.max_tokens)
+        yield Sweep(self._prepare, self.max_tokens)
+
+    def _table(self) -> Tensor:
+        return without_memory(1, ROPE_DIM, dtype=torch.float32).expand(self.max_positions, -1)
+
+    def _pool(self, tokens: int) -> None:
+        dim = INDEX_FP8.head_dim
+        rows = without_memory(self.tails.count * self.tails.stride, dtype=torch.float32)
+        strides = self.tails.stride, dim, self.tails.rows * dim, 1
+        requests = min(tokens, self.max_requests)
+        pool_windows(
+            without_memory(tokens, dim, dtype=torch.float32),
+            without_memory(tokens, dim, dtype=torch.bfloat16),
+            without_memory(dim, dtype=torch.float32),
+            self._table(),
+            WindowState(rows.as_strided((self.tails.count, self.tails.rows, 2, dim), strides)),
+            self.keys.cache(INDEX_FP8),
+            pooling=Pooling(self.ratio),
+            gate_bias=without_memory(self.ratio, dim, dtype=torch.float32),
+            positions=without_memory(tokens, dtype=torch.int64),
+            request_ids=without_memory(tokens),
+            input_row_offsets=without_memory(requests + 1),
+            ring_ids=without_memory(requests),
+            slot_mapping=without_memory(tokens, dtype=torch.int64),
+        )
+
+    def _prepare(self, tokens: int) -> None:
+        prepare_index_queries(
+            without_memory(tokens, self.index_heads, INDEX_FP8.head_dim, dtype=torch.bfloat16),
+            without_memory(tokens, self.index_heads, dtype=torch.float32),
+            self._table(),
+            positions=without_memory(tokens, dtype=torch.int64),
+            format=INDEX_FP8,
         )
 
 

@@ -50,11 +50,9 @@ from vllm.models.deepseek_v4.sparse_mla import (
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
-from vllm.v1.attention.backends.mla.compressor_utils import get_compressed_slot_mapping
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend, dsa_indexer_uses_fp4
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from sparsemla import (
@@ -83,9 +81,8 @@ from sparsemla.backends.vllm.conversions import (
     reserved_rows,
 )
 from sparsemla.backends.vllm.indexer import (
+    EntryMetadataBuilder,
     IndexerBackend,
-    IndexerMetadata,
-    IndexerMetadataBuilder,
     reserve_memory,
     select_keys,
 )
@@ -217,52 +214,13 @@ class Compressor(DeepseekCompressor):
         )
 
 
-class IndexMetadataBuilder(IndexerMetadataBuilder):
-    """Metadata of the index keys, with slots of entries."""
-
-    supports_draft_decode_metadata_update = False  # the slots are this builder's
-
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self.slots = torch.empty(tokens, dtype=torch.int64, device=device)
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> IndexerMetadata:
-        """The metadata of one step."""
-        common = common_attn_metadata
-        common.block_table_tensor.clamp_(min=0)
-        metadata = super().build(common_prefix_len, common, fast_build)
-        metadata.slot_mapping = get_compressed_slot_mapping(
-            common.num_actual_tokens,
-            common.slot_mapping,
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            self.kv_cache_spec.num_states,
-            self.kv_cache_spec.tokens_per_state,
-            out=self.slots,
-        )
-        return metadata
-
-
 class IndexBackend(IndexerBackend, DeepseekV4IndexerBackend):
-    """vLLM's backend of DeepSeek-V4's index keys, with :class:`IndexMetadataBuilder`."""
+    """vLLM's backend of DeepSeek-V4's index keys, with :class:`EntryMetadataBuilder`."""
 
     @staticmethod
-    def get_builder_cls() -> type[IndexMetadataBuilder]:
+    def get_builder_cls() -> type[EntryMetadataBuilder]:
         """The class that builds the metadata of each step."""
-        return IndexMetadataBuilder
+        return EntryMetadataBuilder
 
 
 class IndexCache(attention.DeepseekV4IndexerCache):

@@ -42,6 +42,7 @@ from sparsemla.backends.vllm.host import (
     reserved_bytes,
 )
 from sparsemla.backends.vllm.settings import HOST_CONNECTOR, HostRowsConfig
+from sparsemla.backends.vllm.warmup import Key
 
 
 class HostRowsBackend(SparseMLABackend):
@@ -155,7 +156,7 @@ class HostRowsImpl(SparseMLAImpl):
                 "lower one"
             ) from error
 
-    def servings(self, serving: Serving) -> Iterable[Serving]:
+    def warm_up_keys(self, serving: Serving) -> Iterable[Key]:
         """What the layer may ask of the GPU, once the connector has its rows."""
         if self.rows is None:
             return

@@ -4,9 +4,9 @@ It replaces three parts of vLLM: the preparation of indexer queries and keys fro
 states, the op for scores and top-k, and the metadata of the index cache, for which vLLM calls
 DeepGEMM on every NVIDIA GPU.
 
-The plugin overrides the layer ``MultiHeadLatentAttentionWrapper``, for which vLLM has a hook. The
-hook ``SparseAttnIndexer`` is too late: it receives e4m3 queries, quantised by a kernel that Triton
-does not compile below sm_89.
+The plugin overrides the layer ``MultiHeadLatentAttentionWrapper``, for which vLLM has a hook: see
+:mod:`sparsemla.backends.vllm.wrapper`. The hook ``SparseAttnIndexer`` is too late: it receives e4m3
+queries, quantised by a kernel that Triton does not compile below sm_89.
 """
 
 import functools
@@ -21,7 +21,6 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.distributed import get_dcp_group, get_tp_group
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.model_executor.models.deepseek_v2 import Indexer
@@ -38,6 +37,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     max_decode_query_len,
 )
+from vllm.v1.attention.backends.mla.compressor_utils import get_compressed_slot_mapping
 from vllm.v1.attention.backends.mla.indexer import (
     DeepseekV32IndexerBackend,
     DeepseekV32IndexerMetadata,
@@ -57,7 +57,7 @@ from sparsemla.backends.vllm.divided import DividedRows, Division, Rule
 from sparsemla.backends.vllm.exchange import Run, ShardedRows
 from sparsemla.backends.vllm.recorded import keep_selection, reserve_selections
 from sparsemla.backends.vllm.settings import OPERATOR, shard_min_rows, unread_by_indexer
-from sparsemla.backends.vllm.warmup import LOGGER, register_indexer
+from sparsemla.backends.vllm.warmup import LOGGER
 
 
 @dataclass(kw_only=True)
@@ -147,6 +147,45 @@ class IndexerMetadataBuilder(AttentionMetadataBuilder[IndexerMetadata]):
 
     def update_draft_decode_metadata(self, metadata: IndexerMetadata) -> None:
         """Do nothing: all tensors belong to the model runner."""
+
+
+class EntryMetadataBuilder(IndexerMetadataBuilder):
+    """Builds metadata of index keys that several tokens share, with slots of these keys."""
+
+    supports_draft_decode_metadata_update = False  # the slots are this builder's
+
+    def __init__(
+        self,
+        kv_cache_spec: AttentionSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.slots = torch.empty(tokens, dtype=torch.int64, device=device)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> IndexerMetadata:
+        """The metadata of one step."""
+        common = common_attn_metadata
+        common.block_table_tensor.clamp_(min=0)
+        metadata = super().build(common_prefix_len, common, fast_build)
+        metadata.slot_mapping = get_compressed_slot_mapping(
+            common.num_actual_tokens,
+            common.slot_mapping,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            self.kv_cache_spec.num_states,
+            self.kv_cache_spec.tokens_per_state,
+            out=self.slots,
+        )
+        return metadata
 
 
 class ShardedIndexerMetadataBuilder(IndexerMetadataBuilder):
@@ -283,32 +322,6 @@ class IdleIndexerOp(SparseAttnIndexer):
             super().__init__(*args, **kwargs)
         else:
             nn.Module.__init__(self)
-
-
-class SparseMLAWrapper(MultiHeadLatentAttentionWrapper):
-    """vLLM's MLA layer with :class:`SparseMLAIndexer` instead of DeepSeek-V3.2's indexer.
-
-    Raises:
-        ValueError: the layer has another indexer.
-    """
-
-    indexer: nn.Module | None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on to vLLM
-        super().__init__(*args, **kwargs)
-        indexer: Any = self.indexer
-        if indexer is None:
-            return
-        if type(indexer) is not Indexer:
-            raise ValueError(
-                "sparsemla_indexer: the indexer must be that of DeepSeek-V3.2, got "
-                f"{type(indexer).__module__}.{type(indexer).__name__}; remove sparsemla_indexer "
-                "from VLLM_PLUGINS"
-            )
-        register_indexer(
-            indexer.vllm_config, indexer.n_head, indexer.topk_tokens, self.indexer_rope_emb
-        )
-        self.indexer = SparseMLAIndexer(indexer)
 
 
 class SparseMLAIndexer(nn.Module):

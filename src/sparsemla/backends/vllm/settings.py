@@ -32,8 +32,6 @@ OWN_ATTENTION = {
     "DSparkV41DraftModel": "chooses among vLLM's own classes of attention",
     "Dots3NoteForCausalLM": "pads the rows of its caches for a backend of vLLM",
     "Dots3NoteMTPModel": "pads the rows of its caches for a backend of vLLM",
-    "HYV4ForCausalLM": "has attention sinks, for which it takes a backend of vLLM",
-    "HYV4MTPModel": "has attention sinks, for which it takes a backend of vLLM",
 }
 """Models that ignore ``CUSTOM``, by architecture."""
 
@@ -41,17 +39,16 @@ OWN_INDEXER = {
     "DeepseekV41ForCausalLM": "selects from candidate blocks",
     "Dots3NoteForCausalLM": "reads the indexer in its attention",
     "Dots3NoteMTPModel": "reads the indexer in its attention",
-    "Glm5NextForCausalLM": "pools its index keys",
-    "Glm5NextForConditionalGeneration": "pools its index keys",
-    "Glm5NextMTPModel": "pools its index keys",
     "HYV4ForCausalLM": "has an indexer class of its own",
     "HYV4MTPModel": "has an indexer class of its own",
 }
-"""Models whose indexer is not that of DeepSeek-V3.2 and GLM-5, by architecture."""
+"""Models with an indexer that is not replaced, by architecture."""
 
 DEEPSEEK_V32 = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32MTPModel")
 GLM5_NEXT = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration", "Glm5NextMTPModel")
-"""GLM-5.3-Flash, whose indexer stays vLLM's."""
+"""GLM-5.3-Flash."""
+HY_V4 = ("HYV4ForCausalLM", "HYV4MTPModel")
+"""Hunyuan V4, whose indexer stays vLLM's."""
 DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel")
 
 HOST_CONNECTOR = "HostRowsConnector"
@@ -87,7 +84,7 @@ def indexer_is_named() -> bool:
 
 
 def indexer_is_active() -> bool:
-    """Whether models of DeepSeek-V3.2 and GLM-5 get this package's indexer."""
+    """Whether models get this package's indexer: DeepSeek-V3.2, GLM-5 and GLM-5.3-Flash."""
     from vllm.config import CompilationConfig
 
     return OPERATOR in CompilationConfig._attention_ops
@@ -148,7 +145,7 @@ def choose(config: VllmConfig) -> None:
             " and ".join(sorted(chosen)),
         )
     cache, kinds = config.cache_config, attention.backend_per_kind
-    sparse = {*DEEPSEEK_V32, *GLM5_NEXT}
+    sparse = {*DEEPSEEK_V32, *GLM5_NEXT, *HY_V4}
     if models & sparse and custom in (attention.backend, kinds.get("mla_attention")):
         cache.cache_dtype = FP8_CACHES.get(cache.cache_dtype, cache.cache_dtype)
     if drafts & sparse and speculative.attention_backend == custom:
@@ -285,7 +282,7 @@ def refuse(config: VllmConfig) -> None:
             "sparsemla: vLLM takes its own attention backend on XPU; serve without the attention "
             "backend CUSTOM"
         )
-    indexed = has_indexer and (models | drafts) & set(DEEPSEEK_V32)
+    indexed = has_indexer and (models | drafts) & {*DEEPSEEK_V32, *GLM5_NEXT}
     if (served or indexed) and current_platform.is_rocm():
         raise ValueError(
             "sparsemla: on ROCm vLLM has sparse attention of its own, and on gfx942 it writes "
@@ -293,15 +290,17 @@ def refuse(config: VllmConfig) -> None:
             f"without the attention backend CUSTOM and without {INDEXER_PLUGIN} in VLLM_PLUGINS"
         )
     gpu = unserved_gpu()
-    if gpu and served & set(DEEPSEEK_V32) and not indexer_is_active():
+    indexed_models = served & {*DEEPSEEK_V32, *GLM5_NEXT}
+    if gpu and indexed_models and not indexer_is_active():
         raise ValueError(
-            f"sparsemla: vLLM's indexer of DeepSeek-V3.2 has no kernels for {gpu}; unset "
-            f"VLLM_PLUGINS, or name {INDEXER_PLUGIN} in it"
+            f"sparsemla: vLLM's indexer of {' and '.join(sorted(indexed_models))} has no kernels "
+            f"for {gpu}; unset VLLM_PLUGINS, or name {INDEXER_PLUGIN} in it"
         )
-    if gpu and served & set(GLM5_NEXT):
+    if gpu and served & set(HY_V4):
         raise ValueError(
-            f"sparsemla: vLLM's indexer of GLM-5.3-Flash has no kernels for {gpu}, and this "
-            "package has none for an engine; its attention needs sm_90 or newer"
+            f"sparsemla: vLLM's indexer of {' and '.join(sorted(served & set(HY_V4)))} has no "
+            f"kernels for {gpu}, and this package does not replace it; its attention needs sm_90 "
+            "or newer"
         )
     if permits_fp8_mma() and not served:
         raise ValueError(

@@ -198,8 +198,8 @@ ATTENTION = WARMUP + _rows(
             major
     vllm.model_executor.layers.attention.sparse_mla_attention:
         SparseMLACommonImpl: base class: slots of positions, dense short prompts
-            forward_mqa _forward_mqa_kernel topk_indices_buffer dcp_world_size index_group
-            index_group_index
+            do_kv_cache_update forward_mqa _forward_mqa_kernel topk_indices_buffer dcp_world_size
+            index_group index_group_index
         SparseMLACommonMetadata: base class
             num_decodes num_prefills num_decode_tokens req_id_per_token prefill
         SparseMLAPrefillMetadata: no dense short prompts in the batch-invariant mode
@@ -216,7 +216,7 @@ ATTENTION = WARMUP + _rows(
         compute_token_to_req_indices: metadata of draft decodes
     vllm.v1.kv_cache_interface:
         AttentionSpec: layout of the cache
-            block_size
+            block_size head_size state_content_bytes
         KVCacheSpec: type of an argument
     vllm.v1.worker.workspace:
         current_workspace_manager: memory shared by layers
@@ -361,6 +361,10 @@ INDEXER = WARMUP + _rows(
             build
         CommonAttentionMetadata: batch of a step
             max_query_len query_start_loc_cpu seq_lens_cpu_upper_bound
+    vllm.v1.attention.backends.mla.compressor_utils:
+        get_compressed_slot_mapping: slots of index keys
+            num_tokens slot_mapping query_start_loc seq_lens block_table block_size compress_ratio
+            out
     vllm.v1.attention.backends.mla.indexer:
         DeepseekV32IndexerBackend: base class
         DeepseekV32IndexerMetadata: base class
@@ -368,7 +372,7 @@ INDEXER = WARMUP + _rows(
         dsa_indexer_uses_fp4: refused settings
     vllm.v1.kv_cache_interface:
         AttentionSpec: layout of the index cache
-            tokens_per_state
+            num_states tokens_per_state
     """
 )
 
@@ -448,6 +452,36 @@ NVIDIA = _rows(
     """
 )
 
+GLM5_NEXT = INDEXER + _rows(
+    """
+    vllm.models.glm5next.common.attention:
+        Indexer: weights and caches of the indexer
+            head_dim index_kpool index_kpool_compress_ape index_kpool_compress_gate k_cache k_norm
+            n_head rope_dim tail_cache topk_indices_buffer topk_tokens vllm_config wk_weights_proj
+            wq_b
+        Glm5NextIndexerCache: cache of index keys
+            kv_cache get_attn_backend get_kv_cache_spec prefix
+        Glm5NextTailCache: cache of open pools
+            kv_cache get_attn_backend get_kv_cache_spec prefix
+    vllm.models.glm5next.nvidia.ops.kpool_compress:
+        _expand_pools_and_append_tail_kernel: tokens of pools
+    vllm.v1.attention.backend:
+        MultipleOf: type of a result
+    vllm.v1.attention.backends.mla.indexer:
+        Glm5NextIndexerBackend: base class
+            get_supported_kernel_block_sizes
+        KpoolTailBackend: base class
+            get_builder_cls
+    vllm.v1.attention.ops.metadata:
+        compute_token_to_req_indices: requests of tokens
+            query_start_loc out num_mapped_tokens num_tokens
+    vllm.v1.kv_cache_interface:
+        CircularBufferSpec: cache of open pools
+            block_size dtype
+        KVCacheSpec: type of an argument
+    """
+)
+
 DEEPSEEK_V4 = INDEXER + _rows(
     """
     vllm.model_executor.warmup.jit_warmup:
@@ -501,10 +535,6 @@ DEEPSEEK_V4 = INDEXER + _rows(
             num_prefill_tokens num_prefills prefill_gather_lens prefill_query_lens_cpu
             prefill_seq_lens prefill_seq_lens_cpu prefill_swa_indices prefill_swa_lens
             query_start_loc query_start_loc_cpu slot_mapping token_to_req_indices
-    vllm.v1.attention.backends.mla.compressor_utils:
-        get_compressed_slot_mapping: slots of index keys
-            num_tokens slot_mapping query_start_loc seq_lens block_table block_size compress_ratio
-            out
     vllm.v1.attention.backends.mla.indexer:
         DeepseekV4IndexerBackend: base class
             get_builder_cls get_supported_kernel_block_sizes
@@ -531,11 +561,13 @@ SURFACE = {
     "host_attention": HOST,
     "indexer": INDEXER,
     "nvidia": NVIDIA,
+    "pooled": GLM5_NEXT,
     "projection": DEEPSEEK_V4,
     "recorded": INDEXER,
     "recording": RECORDING,
     "settings": CONFIG,
     "warmup": WARMUP,
+    "wrapper": INDEXER,
 }
 """The rows of each module of this package; ``nvidia`` also needs the rows of ``indexer``."""
 

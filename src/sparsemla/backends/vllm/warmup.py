@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.worker.block_table import get_block_table_width
 
 from sparsemla import Serving, warm_up
-from sparsemla.backends.vllm.compressed import CompressedLayer, Pages
+from sparsemla.backends.vllm.compressed import CompressedLayer, Pages, PooledKeys, WrittenRows
 from sparsemla.backends.vllm.divided import Division
 from sparsemla.backends.vllm.sharded import ShardedIndex
 from sparsemla.warmup import Sweep
@@ -31,7 +31,7 @@ LOGGER = init_logger("vllm.sparsemla")  # vLLM configures the loggers below its 
 PAGE_SIZE = 64
 
 
-Key: TypeAlias = Serving | CompressedLayer | ShardedIndex
+Key: TypeAlias = Serving | CompressedLayer | PooledKeys | ShardedIndex | WrittenRows
 """What the layers of one kind may ask of the GPU."""
 
 
@@ -57,7 +57,7 @@ class Kernels(VllmJitKernel[Key]):
                 servings.append(key)
                 continue
             sweeps += key.sweeps()
-            if isinstance(key, CompressedLayer):
+            if isinstance(key, CompressedLayer | PooledKeys):
                 servings += key.selections()
         done = warm_up(*servings, steps=sweeps)
         LOGGER.info("sparsemla: %s before the engine is ready", done)
@@ -89,11 +89,20 @@ def register_layers(cls: type) -> None:
         JitWarmupRegistry.register(KERNELS, config, compressed_layers, (cls,))
 
 
-def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
+def register_pools(indexer: Any) -> None:  # noqa: ANN401 - a PooledIndexer
+    """Register the kernels of an indexer of pools."""
+    config = indexer.inner.vllm_config
+    JitWarmupRegistry.register(KERNELS, config, pooled_layers, (indexer,))
+
+
+def attention_layers(config: VllmConfig, impl: type) -> Iterator[Key]:
     """The configuration of each attention layer."""
     for layer in config.compilation_config.static_forward_context.values():
         if type(getattr(layer, "impl", None)) is impl:
             cache = layer.impl.rows_on_gpu(layer.kv_cache)
+            limits = _limits(config)
+            if layer.impl.qk_rope_head_dim == 0:  # pages of GLM-5.3-Flash
+                limits |= _pages_of(config, cache.shape[1])
             serving = Serving(
                 layer.impl.format,
                 num_heads=layer.impl.num_heads * layer.impl.dcp_world_size,
@@ -102,11 +111,12 @@ def attention_layers(config: VllmConfig, impl: type) -> Iterator[Serving]:
                 index_heads=0,
                 converts=layer.impl.conversion_rows > 0,
                 allow_fp8_mma=layer.impl.allow_fp8_mma,
+                sinks=layer.impl.sinks is not None,
                 num_pages=cache.shape[0],
                 page_stride=cache.stride(0),
-                **_limits(config),
+                **limits,
             )
-            yield from layer.impl.servings(serving)
+            yield from layer.impl.warm_up_keys(serving)
 
 
 def _query_pitch(impl: Any) -> int | None:  # noqa: ANN401 - of the class above
@@ -156,6 +166,26 @@ def index_layers(
                 )
 
 
+def pooled_layers(config: VllmConfig, indexer: Any) -> Iterator[PooledKeys]:  # noqa: ANN401 - above
+    """An indexer of pools."""
+    inner = indexer.inner
+    keys, tails = inner.k_cache.kv_cache, inner.tail_cache.kv_cache
+    limits, ratio = _limits(config), indexer.pooling.ratio
+    columns = _pages_of(config, keys.shape[1] * ratio)["table_width"]
+    yield PooledKeys(
+        ratio=ratio,
+        topk=indexer.num_pools,
+        index_heads=inner.n_head,
+        keys=Pages(len(keys), keys.shape[1], keys.stride(0), columns),
+        tails=Pages(len(tails), tails.shape[2], tails.stride(0), 1),
+        max_positions=len(indexer.table),
+        max_tokens=limits["max_tokens"],
+        max_requests=limits["max_requests"],
+        max_pieces=_most_pieces(config),
+        max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
+    )
+
+
 def _most_pieces(config: VllmConfig) -> int:
     """Pieces of prefills that the indexer takes for requests, where ranks divide rows."""
     parallel = config.parallel_config
@@ -186,6 +216,12 @@ def _limits(config: VllmConfig) -> dict[str, Any]:
         "page_size": PAGE_SIZE,
         "table_width": get_block_table_width(blocks, block_size) * (block_size // PAGE_SIZE),
     }
+
+
+def _pages_of(config: VllmConfig, page_size: int) -> dict[str, int]:
+    """Pages of a cache that does not have vLLM's block size, and columns of their table."""
+    columns = cdiv(config.model_config.max_model_len, page_size)
+    return {"page_size": page_size, "table_width": get_block_table_width(columns, page_size)}
 
 
 def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer]:
