@@ -37,14 +37,6 @@ if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
 
 
-def pytest_addoption(parser):
-    parser.addoption(
-        "--without-assembler",
-        action="store_true",
-        help="compile launches for NVIDIA GPUs to PTX only, so that no spills are counted",
-    )
-
-
 def pytest_make_parametrize_id(val):
     """Name cache formats and dtypes in test ids."""
     from sparsemla import CacheFormat  # after the choice of the interpreter

@@ -4,6 +4,7 @@ Each file of ``tests/launches`` holds a table ``LAUNCHES``: name -> function wit
 calls one launcher with tensors on the ``meta`` device; and ``TARGETS``, if only some are meant.
 """
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,36 @@ import spills
 
 pytest.importorskip("triton")
 
-from sparsemla_lab.testing.compile import BRANCHED_ARRIVAL, launches_of, report
+from sparsemla_lab.testing.compile import (
+    BRANCHED_ARRIVAL,
+    TARGETS,
+    compile_launch,
+    launches_of,
+    report,
+)
 
 TABLES = sorted((Path(__file__).parent / "launches").glob("*.py"))
+
+
+def in_gluon(table, target):
+    """Whether the kernels are in Gluon and chosen for the target."""
+    return table.stem.startswith("sm90_") or (
+        table.stem.startswith("sm80_") and target in ("sm_80", "sm_89")
+    )
+
+
+def is_for_oldest(index, target):
+    """Which Triton makes the machine code of a launch in Gluon: the oldest, or the newest.
+
+    Those with two targets meet both.
+    """
+    return (index + (target == "sm_89")) % 2 == 0
 
 
 def every_launch():
     """Each launch of each table for each of its targets; one launch a table is not slow.
 
-    Ampere's launches have two targets in Gluon. Of the four pairs of target and version of Triton,
-    oldest or newest, each launch compiles for two, so that it meets both of each.
+    The kernels in Gluon compile on two versions of Triton, by turns.
     """
     for table in TABLES:
         first, *_ = pairs = launches_of(str(table))
@@ -29,22 +50,31 @@ def every_launch():
         for launch, target in pairs:
             quick = launch == first[0] and target in ("sm_90", "gfx942")
             marks = [] if quick else [pytest.mark.slow]
-            if table.stem.startswith("sm90_"):
-                marks.append(pytest.mark.gluon)
-            elif table.stem.startswith("sm80_") and target in ("sm_80", "sm_89"):
-                marks.append(pytest.mark.gluon)
-                if {(launch, "sm_80"), (launch, "sm_89")} <= {*pairs}:
-                    older = (launches.index(launch) + (target == "sm_89")) % 2 == 0
-                    marks.append(pytest.mark.oldest if older else pytest.mark.newest)
+            if in_gluon(table, target):
+                older = is_for_oldest(launches.index(launch), target)
+                marks += [pytest.mark.gluon, pytest.mark.oldest if older else pytest.mark.newest]
             yield pytest.param(
                 table, launch, target, marks=marks, id=f"{table.stem}-{launch}-{target}"
             )
 
 
+def every_other_launch():
+    """What the other version compiles, and the targets whose turn another launch has."""
+    for table in TABLES:
+        pairs = launches_of(str(table))
+        launches = list(dict(pairs))
+        for launch, target in pairs:
+            if in_gluon(table, target):
+                older = not is_for_oldest(launches.index(launch), target)
+                marks = [pytest.mark.gluon, pytest.mark.oldest if older else pytest.mark.newest]
+                yield table, launch, target, marks
+        for launch, target in launches_of(str(table), others=True):
+            yield table, launch, target, [pytest.mark.newest]
+
+
 @pytest.mark.parametrize(("table", "launch", "target"), list(every_launch()))
-def test_launch_compiles(compiler, pytestconfig, table, launch, target):
-    assemble = not pytestconfig.getoption("without_assembler")
-    lines = compiler.submit(report, str(table), launch, target, assemble=assemble).result()
+def test_launch_compiles(compiler, table, launch, target):
+    lines = compiler.submit(report, str(table), launch, target).result()
     assert lines
     recorded = spills.read()
     spilling = [
@@ -56,6 +86,21 @@ def test_launch_compiles(compiler, pytestconfig, table, launch, target):
     flaws = ("serialized", "branched", "reused")
     flawed = [line for line in lines if any(flaw in line for flaw in flaws)]
     assert not flawed, "\n".join(flawed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "launch", "target"),
+    [
+        pytest.param(table, launch, target, marks=marks, id=f"{table.stem}-{launch}-{target}")
+        for table, launch, target, marks in every_other_launch()
+    ],
+)
+def test_launch_fits_without_machine_code(compiler, table, launch, target):
+    """Its language, layouts and shared memory, which differ by Triton and target the most."""
+    lines = compiler.submit(report, str(table), launch, target, lower=False).result()
+    assert lines
+    assert not [line for line in lines if "reused" in line]
 
 
 def test_spills_are_counted_by_launch_kernel_and_target():
@@ -78,6 +123,21 @@ def test_recorded_spills_belong_to_existing_launches():
         table, launch, _, target = kernel.split(" / ")
         assert (table, launch, target) in pairs
         assert spilled > 0
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.stem)
+def test_turns_leave_no_target_out(table):
+    pairs, others = launches_of(str(table)), launches_of(str(table), others=True)
+    assert len({*pairs, *others}) == len(pairs) + len(others)
+    if others:
+        each = itertools.product(dict(pairs), {target for _, target in pairs})
+        assert {*pairs, *others} == {*each}
+
+
+def test_machine_code_may_only_be_left_out_for_nvidia_gpus():
+    gfx942 = next(target for target in TARGETS if target.is_hip)
+    with pytest.raises(ValueError, match="lower must be true for gfx942"):
+        compile_launch(lambda: None, gfx942, lower=False)
 
 
 def test_branched_arrivals_differ_from_predicated_ones():

@@ -15,6 +15,10 @@ from sparsemla import (
 )
 from sparsemla.kernels.attention.arguments import Splits
 
+# One for each kind of MMA. The other three have the same, and sm_80 no FP8.
+TARGETS = ("sm_90", "sm_100", "gfx942")
+IN_TURN = ("sm_80", "sm_89", "sm_80", "sm_120")
+
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")

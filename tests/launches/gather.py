@@ -16,7 +16,7 @@ from sparsemla import (
 
 # Without an MMA, the PTX of sm_120 is that of sm_100.
 TARGETS = ("sm_80", "gfx942")
-IN_TURN = ("sm_90", "sm_89", "sm_100")  # no MMA
+ONE_OF = ("sm_90", "sm_89", "sm_100")  # no MMA
 
 
 def meta(*shape, dtype=torch.int32):

@@ -6,6 +6,9 @@ import torch
 
 from sparsemla import INDEX_FP8, INDEX_MXFP4, PagedCache, bf16_format, dispatch, e4m3_format
 
+# One for each kind of MMA. The other three have the same, and sm_80 no FP8.
+TARGETS = ("sm_90", "sm_100", "gfx942")
+IN_TURN = ("sm_80", "sm_89", "sm_80", "sm_120")
 E4M3 = torch.float8_e4m3fn
 
 

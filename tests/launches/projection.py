@@ -4,6 +4,10 @@ import torch
 
 from sparsemla import HeadWeight, dispatch
 
+# One for each kind of MMA. The other three have the same, and sm_80 no FP8.
+TARGETS = ("sm_90", "sm_100", "gfx942")
+IN_TURN = ("sm_80", "sm_89", "sm_80", "sm_120")
+
 
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")

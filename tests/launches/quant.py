@@ -20,7 +20,7 @@ from sparsemla import (
 # Without an MMA, the PTX of sm_120 is that of sm_100; that of sm_89 is sm_90's, or without FP8
 # sm_80's.
 TARGETS = ("sm_80", "gfx942")
-IN_TURN = ("sm_90", "sm_100")  # no MMA
+ONE_OF = ("sm_90", "sm_100")  # no MMA
 
 
 def meta(*shape, dtype=torch.bfloat16):

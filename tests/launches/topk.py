@@ -8,8 +8,8 @@ from sparsemla import dispatch
 
 # For these kernels sm_89 is like sm_80: it only adds FP8 conversions. Without an MMA, the PTX of
 # sm_120 is that of sm_100.
-TARGETS = ("sm_80", "gfx942")
-IN_TURN = ("sm_90", "sm_100")  # no MMA
+TARGETS = ("gfx942",)
+ONE_OF = ("sm_90", "sm_80", "sm_100", "sm_80")
 
 INT32 = {"dtype": torch.int32, "device": "meta"}
 

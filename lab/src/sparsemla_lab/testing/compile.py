@@ -26,7 +26,7 @@ from unittest import mock
 import torch
 from triton import knobs
 from triton._C.libtriton import ir, nvidia, passes
-from triton.backends.compiler import GPUTarget
+from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.backends.nvidia.compiler import (
     get_ptx_version_from_options,
     get_ptxas,
@@ -140,19 +140,22 @@ _inspected: dict[CompiledKernel, Compiled] = {}
 """Kernels by identity: a launch in chunks has each many times, and launches share some."""
 
 
-def compile_launch(launch: Launch, target: Target, *, assemble: bool = True) -> list[Compiled]:
+def compile_launch(launch: Launch, target: Target, *, lower: bool = True) -> list[Compiled]:
     """Compile every kernel of ``launch`` for ``target`` without running it.
 
     Args:
         launch: the launch.
         target: the GPU.
-        assemble: whether ptxas runs. If not, what only machine code tells is 0 or false: registers,
-            spills, serialised MMAs and branches to arrivals. Needs Triton 3.8.
+        lower: whether Triton's GPU dialect is lowered to machine code, most of the time. If
+            not, only its shared memory is allocated, and what code tells is 0, empty or false:
+            registers, spills, the MMA, serialised MMAs and branches to arrivals. For NVIDIA GPUs.
 
     Raises:
         ValueError: a kernel needs more shared memory than the target has, or a grid is too large.
     """
-    with _compile_only(target, assemble) as launched:
+    if target.is_hip and not lower:
+        raise ValueError(f"lower must be true for {target.name}, which has no allocation by itself")
+    with _compile_only(target, lower) as launched:
         launch()
     for kernel, grid, log in launched:
         if kernel not in _inspected:
@@ -202,7 +205,7 @@ def believe(target: Target, stand_in: object) -> Iterator[None]:
 
 @contextmanager
 def _compile_only(
-    target: Target, assemble: bool
+    target: Target, lower: bool
 ) -> Iterator[list[tuple[CompiledKernel, tuple[int, ...], str]]]:
     """Compile launched kernels for ``target`` instead of running them.
 
@@ -221,41 +224,56 @@ def _compile_only(
         return kernel
 
     with (
-        believe(target, _CompileOnlyDriver(target)),
+        believe(target, _CompileOnlyDriver(target, lower)),
         device.meta_means(torch.device("cuda")),
         mock.patch.object(JITFunction, "run", warm_up),
+        knobs.cache.scope(),
         knobs.nvidia.scope(),
         knobs.runtime.scope(),
     ):
-        if not assemble:
-            knobs.runtime.add_stages_inspection_hook = _without_assembler
+        if not lower:
+            knobs.runtime.add_stages_inspection_hook = _without_machine_code
+            knobs.cache.dir = os.path.join(knobs.cache.dir, "not-lowered")
         knobs.nvidia.dump_ptxas_log = True
         yield launched
 
 
-def _without_assembler(
-    backend: object = None, stages: dict[str, Callable[..., object]] | None = None, *_: object
+def _without_machine_code(
+    backend: BaseBackend | None = None,
+    stages: dict[str, Callable[..., object]] | None = None,
+    *_: object,
 ) -> tuple[str, str] | None:
     """Triton's hook for stages of compilation. Without arguments, a key for its caches."""
-    if stages is None:
-        return "without assembler", "without assembler"
-    if "cubin" in stages:
-        stages["cubin"] = lambda source, metadata: b""
+    if backend is None or stages is None:
+        return "without machine code", "without machine code"
+
+    def allocate(module: ir.module, metadata: dict[str, Any]) -> str:
+        _allocate(module, backend.target)
+        text = str(module)
+        metadata["name"] = re.findall(r"tt\.func public @(\w+)", text)[0]
+        metadata["shared"] = module.get_int_attr("ttg.shared")
+        metadata["num_warps"] = module.get_int_attr("ttg.total-num-warps") or metadata["num_warps"]
+        return text
+
+    stages["llir"] = allocate
+    stages["ptx"] = lambda source, metadata: ""
+    stages["cubin"] = lambda source, metadata: b""
     return None
 
 
 class _CompileOnlyDriver:
     """The methods of a Triton driver that compilation needs."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, lower: bool = True) -> None:
         self.target = target
+        # Triton caches compiled kernels per device index, so each target needs its own index.
+        self.device = TARGETS.index(target) + (0 if lower else len(TARGETS))
 
     def get_current_target(self) -> GPUTarget:
         return self.target.gpu
 
     def get_current_device(self) -> int:
-        # Triton caches compiled kernels per device index, so each target needs its own index.
-        return TARGETS.index(self.target)
+        return self.device
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
@@ -317,7 +335,6 @@ def _reuses_barriers(ttgir: str, target: Target) -> bool:
 def _addresses(ttgir: str, target: Target) -> Counter[str]:
     """Count the addresses that Triton gives to shared memory."""
     backend = make_backend(target.gpu)
-    ptx_version = get_ptx_version_from_options(backend.parse_options({}), target.gpu.arch)
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -325,14 +342,20 @@ def _addresses(ttgir: str, target: Target) -> Counter[str]:
         file.write(ttgir)
         file.flush()
         module = ir.parse_mlir_module(file.name, context)
-    # The first passes of Triton's lowering to LLVM, up to the allocation.
-    manager = ir.pass_manager(context)
+    module.context = context
+    _allocate(module, target.gpu)
+    return Counter(re.findall(r"allocation\.offset = (\d+)", str(module)))
+
+
+def _allocate(module: ir.module, gpu: GPUTarget) -> None:
+    """The first passes of Triton's lowering to LLVM, up to the allocation of shared memory."""
+    ptx_version = get_ptx_version_from_options(make_backend(gpu).parse_options({}), gpu.arch)
+    manager = ir.pass_manager(module.context)
     passes.ttgpuir.add_allocate_warp_groups(manager)
     passes.convert.add_scf_to_cf(manager)
     passes.gluon.add_inliner(manager)
-    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, target.gpu.arch, ptx_version)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, gpu.arch, ptx_version)
     manager.run(module, "allocate")
-    return Counter(re.findall(r"allocation\.offset = (\d+)", str(module)))
 
 
 def _valid_barriers(text: str) -> list[tuple[str, str]]:
@@ -366,34 +389,36 @@ def _assembler_log(ptx: str, target: Target) -> str:
         ).stderr
 
 
-def launches_of(path: str, only: str = "") -> list[tuple[str, str]]:
+def launches_of(path: str, only: str = "", *, others: bool = False) -> list[tuple[str, str]]:
     """Pairs of launch and target from a Python file.
 
     Args:
         path: a file with a dict ``LAUNCHES``, name to launch, and optionally ``TARGETS``, names of
-            the targets of every launch, default all; and ``IN_TURN``, names of more targets, of
-            which each launch has one: for kernels whose code these targets hardly change.
+            the targets of every launch, default all; and names of more targets, of which each
+            launch has one: ``IN_TURN``, or ``ONE_OF`` for kernels without an MMA, whose code these
+            targets hardly change.
         only: name of the single target; default all of them.
+        others: the pairs that the turns of ``IN_TURN`` leave out.
     """
     table = _table(path)
     targets = tuple(table.get("TARGETS", [target.name for target in TARGETS]))
-    turns: list[tuple[str, ...]] = [(name,) for name in table.get("IN_TURN", ())]
-    in_turn = itertools.cycle(turns or [()])
+    in_turn = tuple(table.get("IN_TURN", ()))
+    turns = itertools.cycle(in_turn or table.get("ONE_OF", ("",)))
     return [
         (launch, target)
-        for launch, turn in zip(table["LAUNCHES"], in_turn, strict=False)
-        for target in targets + turn
-        if only in ("", target)
+        for launch, turn in zip(table["LAUNCHES"], turns, strict=False)
+        for target in (sorted({*in_turn} - {turn}) if others else (*targets, turn))
+        if target and only in ("", target)
     ]
 
 
-def report(path: str, launch: str, target: str, *, assemble: bool = True) -> list[str]:
+def report(path: str, launch: str, target: str, *, lower: bool = True) -> list[str]:
     """One line for each kernel of a launch: its resources on the target.
 
-    For ``assemble`` see :func:`compile_launch`.
+    For ``lower`` see :func:`compile_launch`.
     """
     (gpu,) = (one for one in TARGETS if one.name == target)
-    compiled = compile_launch(_table(path)["LAUNCHES"][launch], gpu, assemble=assemble)
+    compiled = compile_launch(_table(path)["LAUNCHES"][launch], gpu, lower=lower)
     return [f"{launch:28} {one}" for one in compiled]
 
 
