@@ -76,6 +76,7 @@ def main(
             per_device_train_batch_size=1,
             per_device_eval_batch_size=1,
             use_cpu=cpu,
+            dataloader_pin_memory=torch.cuda.is_available(),
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,

@@ -483,8 +483,8 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (V4, "at most {} in a context of 1M tokens.", [lambda: str((1 << 20) // 128)]),
     (
         V4,
-        "takes 4 bytes for every 128 tokens of context, {} MiB for 4096 query tokens",
-        [lambda: str(4096 * (1 << 20) // 128 * 4 >> 20)],
+        "takes {} KiB for each query token at a context of 1M, 4 bytes for every 128 tokens.",
+        [lambda: str((1 << 20) // 128 * 4 >> 10)],
     ),
     (
         V4,
@@ -585,19 +585,18 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ("docs/vllm.md", "Records are vLLM's {} and {} bytes.", bytes_of(FP8_584, INDEX_FP8)),
     (
         "docs/vllm.md",
-        "The workspace for converted rows has {} bytes for each of",
+        "entries, of {} bytes each. With",
         bytes_of(BF16_512),
     ),
     (
         "docs/vllm.md",
-        "entries: {} MiB for 8192 tokens and contexts of 128K, {} MiB for contexts of 1M.",
+        "With 8192 tokens that is {} MiB for contexts of 128K and {} MiB for contexts of 1M.",
         [lambda context=context: workspace(context) for context in (1 << 17, 1 << 20)],
     ),
     (
         "docs/vllm-ranks.md",
-        "if their tokens see {} keys on average, and more in short chunks: the scores must exceed "
-        "the exchange by four million. So the first 8192 tokens of a prompt are divided, and "
-        "chunks of 512 tokens from contexts of {} on.",
+        "With {} keys the first 8192 tokens of a prompt are divided, and chunks of 512 tokens from "
+        "contexts of {} on.",
         [
             lambda: str(Rule.default_row_keys(2048, 64)),
             lambda: {"0K": first_divided(512)}[first_divided(8192)],
@@ -605,7 +604,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         "docs/vllm-ranks.md",
-        "It follows from {} ps a key on an H200,",
+        "A key takes {} ps on an H200,",
         [key_ps],
     ),
     (
