@@ -493,8 +493,8 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         V4_TIMES,
-        "With 1M tokens and one request: {} beside {} (window only), {} beside {} (entries of 128 "
-        "tokens), and {} beside {} (1024 selected, 128 heads).",
+        "| window only | {} | {} | | entries of 128 tokens | {} | {} | "
+        "| 1024 selected entries, 128 heads | {} | {} |",
         [
             *long_step("window only", 64),
             *long_step("128 tokens", 64),
@@ -513,11 +513,11 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         V4_TIMES,
-        "beside it the ratios with 128 heads are {}, {} and {}, and with 64 heads {}, {} and {}.",
+        "beside it the three ratios with 128 heads are {} to {}, and with 64 heads {} to {}.",
         [
-            lambda heads=heads, topk=topk, at=at: beside_sglang(heads, topk)[at]
+            lambda heads=heads, topk=topk, end=end: end(beside_sglang(heads, topk))
             for heads, topk in ((128, 1024), (64, 512))
-            for at in range(3)
+            for end in (min, max)
         ],
     ),
     (
@@ -762,18 +762,18 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         TRAINED,
-        "(7ca66ba, {}, {}, {} and {} steps; torch 2.11, Triton 3.6) a step took {}, {}, {} and {} "
-        "ms in the four stages, and all of them {} minutes.",
+        "all stages took {} minutes: | stage | steps | ms a step | |---|---|---| "
+        "| dense | {} | {} | | warm-up | {} | {} | | sparse | {} | {} | | control | {} | {} |",
         [
-            *(
-                lambda stage=stage: str(last(stage)["step"] + 1)
-                for stage in ("dense", "warm-up", "sparse", "control")
-            ),
-            *(
-                lambda stage=stage: f"{last(stage)['seconds'] * 1e3:.0f}"
-                for stage in ("dense", "warm-up", "sparse", "control")
-            ),
             minutes,
+            *(
+                figure
+                for stage in ("dense", "warm-up", "sparse", "control")
+                for figure in (
+                    lambda stage=stage: str(last(stage)["step"] + 1),
+                    lambda stage=stage: f"{last(stage)['seconds'] * 1e3:.0f}",
+                )
+            ),
         ],
     ),
     (
