@@ -15,6 +15,7 @@ import typer
 
 import sparsemla
 import sparsemla_lab
+from sparsemla.kernels.common.table import TIERS
 from sparsemla_lab.bench import report
 from sparsemla_lab.cli import app
 
@@ -278,6 +279,14 @@ def test_the_first_pages_install_the_pinned_torch(page: str) -> None:
     pins = {pin for file in files for pin in file.read_text(encoding="utf-8").split()}
     (pin,) = re.findall(r"torch==[\d.]+", (ROOT / page).read_text(encoding="utf-8"))
     assert pin in pins
+
+
+def test_the_readme_lists_the_tiers() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Tiers\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(TIERS)
+    numbers = {4: "four", 5: "five", 6: "six"}
+    assert f"up to {numbers[len(TIERS)]} tiers" in section
 
 
 @pytest.mark.parametrize(("name", "file"), [("results", "h200"), ("results-h100", "h100")])
