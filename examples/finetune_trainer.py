@@ -3,7 +3,7 @@
 The model is the one of ``sparsemla demo``, which has read Python sources, and the text this
 repository's README. A folder with a DeepSeek-V3.2 or GLM-5 checkpoint and its tokenizer takes the
 model's place, any file the text's. The last tenth of the text is held out. The ``Trainer`` needs
-the package accelerate, ``python -m pip install accelerate``.
+the package accelerate, which ``-e '.[demo]'`` installs.
 
     python examples/finetune_trainer.py                    # a CPU, a minute or two
     python examples/finetune_trainer.py --model DIR --text FILE --out DIR
@@ -76,6 +76,7 @@ def main(
             per_device_train_batch_size=1,
             per_device_eval_batch_size=1,
             use_cpu=cpu,
+            dataloader_pin_memory=torch.cuda.is_available(),
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,

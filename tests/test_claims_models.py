@@ -483,8 +483,8 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     (V4, "at most {} in a context of 1M tokens.", [lambda: str((1 << 20) // 128)]),
     (
         V4,
-        "takes 4 bytes for every 128 tokens of context, {} MiB for 4096 query tokens",
-        [lambda: str(4096 * (1 << 20) // 128 * 4 >> 20)],
+        "takes {} KiB for each query token at a context of 1M, 4 bytes for every 128 tokens.",
+        [lambda: str((1 << 20) // 128 * 4 >> 10)],
     ),
     (
         V4,
@@ -493,8 +493,8 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         V4_TIMES,
-        "With 1M tokens and one request: {} beside {} (window only), {} beside {} (entries of 128 "
-        "tokens), and {} beside {} (1024 selected, 128 heads).",
+        "| window only | {} | {} | | entries of 128 tokens | {} | {} | "
+        "| 1024 selected entries, 128 heads | {} | {} |",
         [
             *long_step("window only", 64),
             *long_step("128 tokens", 64),
@@ -513,11 +513,11 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         V4_TIMES,
-        "beside it the ratios with 128 heads are {}, {} and {}, and with 64 heads {}, {} and {}.",
+        "beside it the three ratios with 128 heads are {} to {}, and with 64 heads {} to {}.",
         [
-            lambda heads=heads, topk=topk, at=at: beside_sglang(heads, topk)[at]
+            lambda heads=heads, topk=topk, end=end: end(beside_sglang(heads, topk))
             for heads, topk in ((128, 1024), (64, 512))
-            for at in range(3)
+            for end in (min, max)
         ],
     ),
     (
@@ -585,19 +585,18 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ("docs/vllm.md", "Records are vLLM's {} and {} bytes.", bytes_of(FP8_584, INDEX_FP8)),
     (
         "docs/vllm.md",
-        "The workspace for converted rows has {} bytes for each of",
+        "entries, of {} bytes each. With",
         bytes_of(BF16_512),
     ),
     (
         "docs/vllm.md",
-        "entries: {} MiB for 8192 tokens and contexts of 128K, {} MiB for contexts of 1M.",
+        "With 8192 tokens that is {} MiB for contexts of 128K and {} MiB for contexts of 1M.",
         [lambda context=context: workspace(context) for context in (1 << 17, 1 << 20)],
     ),
     (
         "docs/vllm-ranks.md",
-        "if their tokens see {} keys on average, and more in short chunks: the scores must exceed "
-        "the exchange by four million. So the first 8192 tokens of a prompt are divided, and "
-        "chunks of 512 tokens from contexts of {} on.",
+        "With {} keys the first 8192 tokens of a prompt are divided, and chunks of 512 tokens from "
+        "contexts of {} on.",
         [
             lambda: str(Rule.default_row_keys(2048, 64)),
             lambda: {"0K": first_divided(512)}[first_divided(8192)],
@@ -605,7 +604,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         "docs/vllm-ranks.md",
-        "It follows from {} ps a key on an H200,",
+        "A key takes {} ps on an H200,",
         [key_ps],
     ),
     (
@@ -763,18 +762,18 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         TRAINED,
-        "(7ca66ba, {}, {}, {} and {} steps; torch 2.11, Triton 3.6) a step took {}, {}, {} and {} "
-        "ms in the four stages, and all of them {} minutes.",
+        "all stages took {} minutes: | stage | steps | ms a step | |---|---|---| "
+        "| dense | {} | {} | | warm-up | {} | {} | | sparse | {} | {} | | control | {} | {} |",
         [
-            *(
-                lambda stage=stage: str(last(stage)["step"] + 1)
-                for stage in ("dense", "warm-up", "sparse", "control")
-            ),
-            *(
-                lambda stage=stage: f"{last(stage)['seconds'] * 1e3:.0f}"
-                for stage in ("dense", "warm-up", "sparse", "control")
-            ),
             minutes,
+            *(
+                figure
+                for stage in ("dense", "warm-up", "sparse", "control")
+                for figure in (
+                    lambda stage=stage: str(last(stage)["step"] + 1),
+                    lambda stage=stage: f"{last(stage)['seconds'] * 1e3:.0f}",
+                )
+            ),
         ],
     ),
     (

@@ -109,6 +109,21 @@ finally:
 """
 
 
+@pytest.mark.parametrize(("chosen", "policy"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("demo", "--topk", "-1"), ("generate", "--model", "demo", "--prompt", "a", "--top-p", "2")],
+    ids=lambda arguments: arguments[0],
+)
+def test_threads_that_wait_leave_their_cores(arguments, chosen, policy, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_WAIT_POLICY", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    run(*arguments)
+    assert os.environ["OMP_WAIT_POLICY"] == policy
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["verify", "--help"]], ids=str)
 def test_help_does_not_wait_for_torch(arguments):
     done = subprocess.run(

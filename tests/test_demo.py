@@ -224,6 +224,8 @@ def test_a_terminal_has_a_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     with captured() as lines, Screen() as screen:
+        screen._progress.refresh()
+        assert "loading the model" in lines.getvalue()
         screen.begin({"reading": 1.0, "writing": 2.0})
         with screen.step("reading"):
             assert screen.time_left() == ""

@@ -15,6 +15,7 @@ import typer
 
 import sparsemla
 import sparsemla_lab
+from sparsemla.kernels.common.table import TIERS
 from sparsemla_lab.bench import report
 from sparsemla_lab.cli import app
 
@@ -223,6 +224,29 @@ def test_guides_are_short(page: Path) -> None:
     assert num_words(page) <= 1500
 
 
+NUMBER = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?")
+
+
+def sentences(text: str) -> list[str]:
+    """Sentences of a page: not its code, tables, headings and links."""
+    text = re.sub(r"<style>.*?</style>", "", BLOCK.sub("", GENERATED.sub("", text)), flags=re.S)
+    text = LINK.sub("]", CODE_SPAN.sub("", text))
+    prose = "\n".join("" if re.match(r" *\||#", line) else line for line in text.splitlines())
+    paragraphs = re.split(r"\n\s*\n|\n(?=\s*(?:[-*]|\d+\.) )", prose)
+    return [each for part in paragraphs for each in re.split(r"(?<=[.:;?!])\s", part)]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *guides()], ids=page_id)
+def test_rows_of_numbers_are_tables(page: Path) -> None:
+    found = sentences(page.read_text(encoding="utf-8"))
+    assert [each for each in found if len(NUMBER.findall(each)) > 5] == []
+
+
+def test_sentences_end_at_stops_tables_and_items() -> None:
+    text = "# A 1\nOne 2.5, `3`: two\nlines [4](5.md).\n\n| 6 |\n- Item 7\n- item 8\n"
+    assert [NUMBER.findall(each) for each in sentences(text)] == [["2.5"], ["4"], ["7"], ["8"]]
+
+
 COMMIT = re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{7}\b")
 READ_FIRST = ("Start", "Quickstarts", "Guides", "Coming from")
 """Sections of the site whose pages are read by those who do not know the repository."""
@@ -255,6 +279,14 @@ def test_the_first_pages_install_the_pinned_torch(page: str) -> None:
     pins = {pin for file in files for pin in file.read_text(encoding="utf-8").split()}
     (pin,) = re.findall(r"torch==[\d.]+", (ROOT / page).read_text(encoding="utf-8"))
     assert pin in pins
+
+
+def test_the_readme_lists_the_tiers() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.partition("## Tiers\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.M) == list(TIERS)
+    numbers = {4: "four", 5: "five", 6: "six"}
+    assert f"up to {numbers[len(TIERS)]} tiers" in section
 
 
 @pytest.mark.parametrize(("name", "file"), [("results", "h200"), ("results-h100", "h100")])

@@ -9,7 +9,7 @@ from sparsemla.kernels.exchange import ExchangeRows, Inboxes
 from sparsemla.kernels.exchange.triton import exchange_rows
 
 TARGETS = ("sm_80",)  # GPUs that write each other's memory
-IN_TURN = ("sm_90", "sm_100")  # no MMA
+ONE_OF = ("sm_90", "sm_100")  # no MMA
 
 
 def meta(*shape, dtype=torch.int32):

@@ -39,7 +39,8 @@ class Screen:
         self._begun = self._advanced = 0.0
 
     def __enter__(self) -> Screen:
-        self._progress.start()
+        self._progress.start()  # at once: packages take seconds to import
+        self._task = self._progress.add_task("loading the model", total=None)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,7 +62,7 @@ class Screen:
         """
         self._costs = costs
         self._begun = self._advanced = time.monotonic()
-        self._task = self._progress.add_task("", total=sum(costs.values()))
+        self._progress.update(self._task, description="", total=sum(costs.values()))
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[Callable[[float], None]]:
