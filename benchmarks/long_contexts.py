@@ -5,7 +5,7 @@ the terms below; each constant says where it is from. Every rank of a context-pa
 share of the index keys on its GPU and of the latent rows in its host's memory, and hot rows of
 twice ``index_topk``.
 
-Run ``python benchmarks/long_contexts.py`` for the table of docs/long-contexts.md.
+Run ``python benchmarks/long_contexts.py`` for the table of docs/long-contexts-evidence.md.
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ def test_the_page_about_long_contexts_has_these_figures():
 def test_the_page_about_long_contexts_has_the_predictions():
     import long_contexts
 
-    page = (DOCS / "long-contexts.md").read_text(encoding="utf-8").splitlines()
+    page = (DOCS / "long-contexts-evidence.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in page if line in set(long_contexts.rows())] == long_contexts.rows()
     alone, many = long_contexts.predict(1), long_contexts.predict(8)
     assert (many.requests, many.wall) == (35, "GPU memory")  # as in the table of what fits

@@ -698,7 +698,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         TRAINING_OPS,
-        "GPU tests of both pass on an H200 ({}).",
+        "cases of `sparsemla verify` for both pass on an H200 ({}), as did",
         [lambda: commit_of("h200")],
     ),
     (
