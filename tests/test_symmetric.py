@@ -142,7 +142,9 @@ def test_a_workspace_refuses_calls_of_other_sizes():
             ExchangeWorkspace(
                 max_tokens=2, max_candidates=4, group=group, device="cpu", transport="symmetric"
             )
-        workspace = ExchangeWorkspace(max_tokens=2, max_candidates=4, group=group, device="cpu")
+        workspace = ExchangeWorkspace(
+            max_tokens=2, max_candidates=4, group=group, device="cpu", transport=None
+        )
         assert workspace.refusal == "symmetric memory needs NVIDIA GPUs, got cpu"
 
         def exchange(tokens, candidates, num_ranks=2):

@@ -502,6 +502,7 @@ def refusals(**changes):
         {"use_pcp": True},
         {"use_adaptive_verification": True},
         {"use_kv_connector": True},
+        {"has_sink": True},
     ],
     ids=str,
 )
@@ -519,7 +520,6 @@ def test_served(config, changes):
         ({"dtype": torch.float16}, "dtype not supported"),
         ({"block_size": 32}, "block_size not supported"),
         ({"device_capability": DeviceCapability(7, 5)}, "compute capability not supported"),
-        ({"has_sink": True}, "attention sinks not supported"),
         ({"use_sparse": False}, "non-sparse not supported"),
         ({"use_mla": False}, "non-MLA not supported"),
         ({"use_non_causal": True}, "non-causal attention not supported"),
@@ -1708,7 +1708,7 @@ def test_a_layer_with_another_indexer_stops_the_start(config, mla_layer):
     modules["is_sparse"] = True
     other.__class__ = Other
     with pytest.raises(
-        ValueError, match=r"must be that of DeepSeek-V3\.2, got .*Other; remove spa"
+        ValueError, match=r"DeepSeek-V3\.2 or GLM-5\.3-Flash, got .*Other; remove spa"
     ):
         mla.MultiHeadLatentAttentionWrapper(
             *arguments, mla.MLAModules(**modules), prefix="another indexer"
@@ -1756,7 +1756,8 @@ def selecting(config, batch, dense=False, decodes=0, common=None, **given):
     q = draw.normal(batch.rows, 32, 128).to(torch.float8_e4m3fn)
     weights = draw.normal(batch.rows, 32)
     with set_current_vllm_config(config):
-        layer = nvidia.IndexCache(132, torch.uint8, f"index {id(batch)}", config.cache_config)
+        name = f"index {len(config.compilation_config.static_forward_context)}"
+        layer = nvidia.IndexCache(132, torch.uint8, name, config.cache_config)
     make = layer.get_attn_backend().get_builder_cls()
     spec = layer.get_kv_cache_spec(config)
     metadata = make(spec, [layer.prefix], config, torch.device("cpu")).build(

@@ -39,6 +39,7 @@ from vllm.utils import torch_utils
 from vllm.utils.hashing import sha256
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import index_group
+from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -106,6 +107,8 @@ def without_a_gpu(monkeypatch):
         monkeypatch.setattr(module, "PIN_MEMORY", torch.cuda.is_available())
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    yield
+    _cached_get_attn_backend.cache_clear()  # it does not look at which connector there is
 
 
 def connector(**extra):

@@ -154,7 +154,8 @@ def check_step(config, batch, decodes, padded, dtype):
     local, common = local_step(manager, batch, decodes, padded)
     own = manager._local_gather_idx  # of its tokens and their padding
     with set_current_vllm_config(config):
-        cached = nvidia.IndexCache(132, torch.uint8, f"index {id(batch)}", config.cache_config)
+        name = f"index {len(config.compilation_config.static_forward_context)}"
+        cached = nvidia.IndexCache(132, torch.uint8, name, config.cache_config)
     cached.kv_cache = keys.data
     spec, backend = cached.get_kv_cache_spec(config), cached.get_attn_backend()
     index_builder = backend.get_builder_cls()(spec, [cached.prefix], config, torch.device("cpu"))
