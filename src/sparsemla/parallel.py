@@ -57,8 +57,7 @@ class ExchangeWorkspace:
         max_candidates: most candidates of a token on a rank.
         group: the ranks; default all.
         device: of the tensors; default torch's.
-        transport: ``"symmetric"`` is not proven on GPUs yet: its first run on four H200s ended in
-            an error. None takes it where it is possible.
+        transport: ``"symmetric"`` is not proven on GPUs yet. None takes it where it is possible.
 
     Attributes:
         transport: how the ranks exchange.
