@@ -427,8 +427,8 @@ def table(run: Run) -> dict[str, dict[str, Any]]:
             results[name] = evaluate(model, batches, recall, attend, run.size.letters)
             run.say(table=name, **results[name])
             path.write_text(json.dumps(results, indent=1))
-        if time.perf_counter() > run.deadline:
-            raise OutOfTime
+            if time.perf_counter() > run.deadline:
+                raise OutOfTime
     return results
 
 

@@ -328,7 +328,7 @@ def test_pages_with_the_set_show_the_committed_files():
     page = Path(__file__).parent.parent / "docs" / "results-older-gpus.md"
     text = TABLES["with_tables"](page.read_text(encoding="utf-8"))
     for target in ("sm_80", "sm_89"):
-        found = report.load(page.parent.parent / "benchmarks" / f"h100-as-{target}.json")
+        found = report.load(page.parent.parent / "benchmarks" / f"h200-as-{target}.json")
         measured = {each.workload for each in found.rows}
         shown = [
             each

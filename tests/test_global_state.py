@@ -115,6 +115,7 @@ READS_VALUES = {
     "sparsemla.PagedCache.write",
     "sparsemla.WindowState.copy",
     "sparsemla.plan_batch",
+    "sparsemla.exchange_rows",  # its workspace is real
     "sparsemla.projection_weight",  # its layer is real
 }
 """Callables that torch refuses in a fake mode, because they read or write values on the host."""

@@ -2158,7 +2158,7 @@ def _merge_states() -> list[Case]:
             )
         ),
         # More states than one iteration of the kernel merges, so the accumulator is rescaled.
-        Case("40 parts", build(make, 40, with_sink=True), quick=True),
+        Case("100 parts", build(make, 100, with_sink=True), quick=True),
         Case("512 dims", build(make, 3, value_dim=512, dtype=torch.bfloat16, with_sink=True)),
         Case("without a sink", build(make, 3)),
         Case("3 dims, strided", build(_strided_states, 7, value_dim=3)),
