@@ -79,11 +79,11 @@ LAUNCHES = {
     "prefill 64, 584 bytes, two streams": functools.partial(prefill, 64, FP8_584, FP8_584),
     "decode 128, 656 bytes": functools.partial(decode, 128, FP8_DS_MLA),
     "decode 16, 656 bytes, splits": functools.partial(decode, 16, FP8_DS_MLA, num_splits=16),
-    "decode 64, 528 bytes": functools.partial(decode, 64, FP8_NOPE),
     "decode 24, 656 bytes, 2 tokens": functools.partial(decode, 24, FP8_DS_MLA, query_len=2),
     "decode 24, 656 bytes, splits": functools.partial(decode, 24, FP8_DS_MLA, num_splits=4),
     "prefill 16, 656 bytes": functools.partial(prefill, 16, FP8_DS_MLA),
     "decode 64, 584 bytes, two streams": functools.partial(decode, 64, FP8_584, FP8_584),
     "dense 128": functools.partial(dense, 128),
     "dense 16, 4 tokens": functools.partial(dense, 16, 4),
+    "decode 64, 528 bytes": functools.partial(decode, 64, FP8_NOPE),
 }
