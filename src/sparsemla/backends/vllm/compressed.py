@@ -114,23 +114,7 @@ class CompressedLayer:
 
     def selections(self) -> list[Serving]:
         """The selection from index keys."""
-        if self.keys is None:
-            return []
-        return [
-            Serving(
-                None,
-                topk=self.topk,
-                index_heads=self.index_heads,
-                ratio=self.ratio,
-                max_tokens=self.max_tokens,
-                max_requests=self.max_requests + self.max_pieces,
-                page_size=self.keys.rows,
-                table_width=self.keys.columns,
-                num_pages=self.keys.count,
-                index_page_stride=self.keys.stride,
-                max_workspace_bytes=self.max_workspace_bytes,
-            )
-        ]
+        return [] if self.keys is None else [_selection(self, self.keys)]
 
     def sweeps(self) -> Iterator[Sweep]:
         """All other ops, at every number of tokens."""
@@ -400,21 +384,7 @@ class PooledKeys:
 
     def selections(self) -> list[Serving]:
         """The selection of pools."""
-        return [
-            Serving(
-                None,
-                topk=self.topk,
-                index_heads=self.index_heads,
-                ratio=self.ratio,
-                max_tokens=self.max_tokens,
-                max_requests=self.max_requests + self.max_pieces,
-                page_size=self.keys.rows,
-                table_width=self.keys.columns,
-                num_pages=self.keys.count,
-                index_page_stride=self.keys.stride,
-                max_workspace_bytes=self.max_workspace_bytes,
-            )
-        ]
+        return [_selection(self, self.keys)]
 
     def sweeps(self) -> Iterator[Sweep]:
         """All other ops, at every number of tokens."""
@@ -458,3 +428,20 @@ class PooledKeys:
 def without_memory(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     """A tensor for launches that only compile."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _selection(layer: CompressedLayer | PooledKeys, keys: Pages) -> Serving:
+    """What :func:`sparsemla.indexer_topk` is asked for over these pages of index keys."""
+    return Serving(
+        None,
+        topk=layer.topk,
+        index_heads=layer.index_heads,
+        ratio=layer.ratio,
+        max_tokens=layer.max_tokens,
+        max_requests=layer.max_requests + layer.max_pieces,
+        page_size=keys.rows,
+        table_width=keys.columns,
+        num_pages=keys.count,
+        index_page_stride=keys.stride,
+        max_workspace_bytes=layer.max_workspace_bytes,
+    )
