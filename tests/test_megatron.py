@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -757,3 +758,14 @@ def test_other_versions_are_refused(monkeypatch):
     monkeypatch.setattr(package_info, "__version__", "0.20.0")
     with pytest.raises(RuntimeError, match=r"must have Megatron-core 0\.19, got 0\.20\.0"):
         importlib.reload(sparsemla.backends.megatron)
+
+
+def test_the_benchmark_compares_both_paths(run_python):
+    code = "import sys; sys.path[:0] = sys.argv[1:]; import megatron_core as bench; "
+    code += "raise SystemExit(bench.main(['--device', 'cpu']))"
+    here = Path(__file__).parent
+    done = run_python(code, str(here), str(here.parent / "benchmarks"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert ["Megatron" in line for line in lines] == [True, True, False, False, False]
+    assert all("sparsemla" in line for line in lines)
