@@ -548,7 +548,7 @@ FP8_DS_MLA = CacheFormat("fp8_ds_mla", 576, 512, 512, 128, scales_in="row", min_
 """DeepSeek-V3.2's 656 bytes per token: 512 e4m3, 4 float32 scales, 64 bfloat16."""
 
 FP8_NOPE = CacheFormat("fp8_nope", 512, 512, 512, 128, scales_in="row", min_scale=1e-4)
-"""That record without RoPE dims, 528 bytes per token: 512 e4m3 and 4 float32 scales."""
+"""``FP8_DS_MLA`` without RoPE dims, 528 bytes per token: 512 e4m3, 4 float32 scales."""
 
 FP8_584 = CacheFormat(
     "fp8_584",

@@ -224,8 +224,8 @@ ROWS_PER_KEY = {
 }
 """For up to this many heads, the largest ratio of converted rows to selected keys at which prefill
 over bfloat16 rows is faster, conversion included. Measured on an H200; see
-docs/kernels/attention-fp8.md and docs/kernels/attention-ampere.md. The ratios of ``sm80`` are half
-of those measured, as other GPUs have less bandwidth for their MMAs."""
+docs/kernels/attention-fp8.md and docs/kernels/attention-ampere.md. Those of ``sm80``
+are at most half of the measured ones, as other GPUs have less bandwidth for their MMAs."""
 LAUNCH_ROWS = 12288
 """Number of rows converted in the time of the conversion's launch."""
 
