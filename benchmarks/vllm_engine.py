@@ -23,6 +23,9 @@ on two GPUs with ``--gpus 2`` for the modes that need both.
 With ``--as sm_80`` the usual command, without plugins and backend named, serves while vLLM, this
 package and Triton take the GPU for an older one, for which vLLM has no sparse attention. The driver
 translates the code of the older GPU. Tokens are compared with those of the GPU as it is.
+
+With ``--portable`` every mode serves vLLM's portable class of DeepSeek-V3.2: its class for NVIDIA
+GPUs needs CuTe DSL.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -98,7 +101,9 @@ HISPARSE: dict[str, Any] = {
         "kv_connector": "HiSparseConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"host_pool_gib": 2},
-    }
+    },
+    # vLLM's connector copies a layer's rows once a step, and a capture of prefills runs twice.
+    "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
 }
 HOST: dict[str, Any] = {
     "kv_transfer_config": {
@@ -582,14 +587,14 @@ def shared_with_transformers(answers: Sequence[Any], folder: Path) -> list[float
     Raises:
         ValueError: an answer has no record, or one of other tokens or layers.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import DeepseekV32ForCausalLM  # vLLM registers another class for the type
 
     from sparsemla import FP8_DS_MLA
     from sparsemla.backends.records import read_record
     from sparsemla.backends.transformers import enable
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    model = DeepseekV32ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     topk, shares = model.config.index_topk, []
     for answer in answers:
         tokens = [*answer.prompt_token_ids, *answer.outputs[0].token_ids][:-1]
@@ -649,17 +654,17 @@ def compare(name: str, base: str, folder: Path) -> bool:
 
 
 def serve_apart(
-    script: str, names: Collection[str], folder: Path, at_once: int, limit: float
+    command: Sequence[str], names: Collection[str], folder: Path, at_once: int, limit: float
 ) -> set[str]:
     """Serve each of these by a process of its own; the names of those that wrote a result."""
 
     def run(name: str) -> None:
         (folder / f"{name}.json").unlink(missing_ok=True)
-        command = [sys.executable, script, "--folder", str(folder), "--serve", name]
         path = folder / f"{name}.log"
+        whole = [*command, "--folder", str(folder), "--serve", name]
         try:
             with path.open("w") as log:
-                done = subprocess.run(command, stdout=log, stderr=log, check=False, timeout=limit)
+                done = subprocess.run(whole, stdout=log, stderr=log, check=False, timeout=limit)
             if done.returncode == 0:
                 return
             failed = f"failed with code {done.returncode}"
@@ -734,19 +739,25 @@ def main() -> int:
     parser.add_argument(
         "--as", dest="acting_as", choices=["sm_80", "sm_89"], help="take the GPU for this one"
     )
+    parser.add_argument(
+        "--portable", action="store_true", help="serve vLLM's portable class in every mode"
+    )
     parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a mode")
     arguments = parser.parse_args()
     folder, model = arguments.folder, arguments.folder / "model"
     if arguments.serve:
-        serve(MODES[arguments.serve], model, folder / f"{arguments.serve}.json")
+        mode = MODES[arguments.serve]
+        mode = replace(mode, portable=mode.portable or arguments.portable)
+        serve(mode, model, folder / f"{arguments.serve}.json")
         return 0
     present = torch.cuda.device_count()
     nccl = nccl_version() if present > 1 else ()
     chosen = arguments.only, arguments.acting_as
     modes = select_modes(arguments.model, arguments.gpus, present, nccl, *chosen)
     SERVED[arguments.model].make(model)
-    served = serve_apart(__file__, modes, folder, arguments.at_once, arguments.limit)
+    command = [sys.executable, __file__, *(["--portable"] if arguments.portable else [])]
+    served = serve_apart(command, modes, folder, arguments.at_once, arguments.limit)
     for name in sorted(served):
         describe(name, folder)
     equal = [compare(name, base, folder) for name, base in PAIRS if {name, base} <= served]
