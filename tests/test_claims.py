@@ -180,7 +180,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         "README.md",
-        "their code run on an H200 | {} cases as sm_80, {} older ones as sm_89, Triton 3.6",
+        "their code run on an H200 | {} cases as sm_80, {} as sm_89, Triton 3.6",
         older_gpus(),
     ),
     (

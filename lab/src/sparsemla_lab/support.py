@@ -97,7 +97,7 @@ TABLE = (
         "sm_89",
         ("L40S", "RTX 4090"),
         _from_3_6(Proof.RUN_ON_H200),
-        _AS.format("sm_89", "427 of 427"),
+        _AS.format("sm_89", "931 of 931"),
     ),
     Support("sm_100", ("B200",), _from_3_6(Proof.COMPILED), _COMPILES),
     Support(
