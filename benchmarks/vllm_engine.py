@@ -546,6 +546,7 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
                 raise RuntimeError("no prefix was found in the cache")
             answer.outputs = later.outputs
     answered = time.perf_counter()
+    kernels = llm.collective_rpc(counted)
     if mode.records:
         from sparsemla.backends.vllm.recording import write_records
 
@@ -553,7 +554,6 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         shared = shared_with_transformers(answers, model)
         if min(shared) < SHARED:
             raise RuntimeError(f"recorded lists must share {SHARED} with others, got {shared}")
-    kernels = llm.collective_rpc(counted)
     for answer in answers:
         ids = answer.prompt_token_ids
         pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
