@@ -3,8 +3,8 @@
 Under vLLM's decode context parallelism each rank keeps a part of every context, here each page in
 turn. It scores its part and offers its best; the ranks gather all offers and merge them, and each
 attends to the selected rows that it keeps. This is the code of the plugin for vLLM, with
-collectives of ``torch.distributed``. Every rank first compares its selection with that of one rank
-for whole contexts.
+collectives of ``torch.distributed`` and, where the ranks' GPUs have it, through symmetric memory.
+Every rank first compares its selections with that of one rank for whole contexts.
 
 Run ``torchrun --nproc-per-node 2 benchmarks/exchange_bench.py``, on GPUs with NCCL. A time is the
 median of the slowest rank. With several ranks on CPUs, it shows that the program works.
@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,8 @@ from torch.nn import functional
 
 from sparsemla import (
     ContextShard,
+    ExchangeWorkspace,
+    exchange_rows,
     indexer_scores_paged,
     indexer_topk,
     own_positions,
@@ -53,7 +55,9 @@ class Row:
         device: name of the GPU, or ``cpu``.
         num_ranks, context, batch, topk: the size.
         local: scores of a rank's part, and its best.
-        selection: the same, and the exchange.
+        selection: the same, and the exchange by a collective.
+        symmetric: the same, and the exchange through symmetric memory; None without any.
+        rows: the same, and one launch that exchanges and keeps the rank's slots; None likewise.
         gather: the all-gather of the exchange by itself.
         slots: slots of the selected rows that the rank keeps.
         alone: the selection of one rank for whole contexts.
@@ -67,6 +71,8 @@ class Row:
     topk: int
     local: float
     selection: float
+    symmetric: float | None
+    rows: float | None
     gather: float
     slots: float
     alone: float
@@ -120,21 +126,42 @@ def functions(
     lengths = shard.lengths(seq_lens)
     columns = part.shape[1] * PAGE_SIZE
     best = min(topk, columns)
+    requests = torch.arange(batch, dtype=torch.int32, device=device)
     rows = ShardedRows(shard, [Run(slice(0, batch), 0, 1)], lengths, all_gather)
     chosen = torch.empty(batch, topk, dtype=torch.int32, device=device)
+    workspace = ExchangeWorkspace(max_tokens=batch, max_candidates=best, device=device)
+    shared = replace(rows, workspace=workspace)
+    pages = {"page_table": part, "request_ids": requests, "page_size": PAGE_SIZE}
+    kept = torch.empty(batch, 1, topk, dtype=torch.int32, device=device)
+    counts = torch.empty(batch, 1, dtype=torch.int32, device=device)
     offer = torch.zeros(2, batch, best, dtype=torch.int32, device=device)
     offsets = torch.arange(batch + 1, dtype=torch.int32, device=device)
 
-    def local() -> Results:
+    def scored() -> tuple[Tensor, Tensor]:
         scores = indexer_scores_paged(
             q[:, None], weights[:, None], cache, part, lengths[:, None], max_seq_len=columns
-        )
-        return (select_topk(scores[:, 0], topk=best, row_ends=lengths),)
+        )[:, 0]
+        return scores, select_topk(scores, topk=best, row_ends=lengths)
+
+    def local() -> Results:
+        return (scored()[1],)
+
+    def selected(tokens: ShardedRows) -> Results:
+        limit = MAX_WORKSPACE_BYTES
+        tokens.select_topk(q, weights, cache, part, topk, max_workspace_bytes=limit, out=chosen)
+        return (chosen,)
 
     def selection() -> Results:
-        limit = MAX_WORKSPACE_BYTES
-        rows.select_topk(q, weights, cache, part, topk, max_workspace_bytes=limit, out=chosen)
-        return (chosen,)
+        return selected(rows)
+
+    def symmetric() -> Results:
+        return selected(shared)
+
+    def kept_rows() -> Results:
+        exchange_rows(
+            *scored(), topk, shard=shard, workspace=workspace, out=kept, counts=counts, **pages
+        )
+        return kept, counts
 
     def gather() -> Results:
         return (all_gather(offer),)
@@ -158,10 +185,18 @@ def functions(
     (expected,) = alone()
     assert_equal("selection", *selection(), expected)
     everywhere = to_slots(expected, whole, offsets[:-1], page_size=PAGE_SIZE)
+    through_memory = {}
+    if workspace.inboxes is not None:
+        assert_equal("selection through memory", *symmetric(), expected)
+        through_memory = {"symmetric": symmetric, "rows": kept_rows}
     others = expected // PAGE_SIZE % shard.num_ranks != shard.rank
     own_first = others.int().argsort(dim=1, stable=True)
-    assert_equal("slots", *slots(), everywhere.where(~others, -1).gather(1, own_first))
-    return shard, {each.__name__: each for each in (local, selection, gather, slots, alone)}
+    own_slots = everywhere.where(~others, -1).gather(1, own_first)
+    assert_equal("slots", *slots(), own_slots)
+    if through_memory:
+        assert_equal("kept slots", kept_rows()[0][:, 0], own_slots)
+    timed = {each.__name__: each for each in (local, selection, gather, slots, alone)}
+    return shard, timed | through_memory
 
 
 def measure(context: int, batch: int, topk: int, device: torch.device, repeats: int) -> Row:
@@ -171,7 +206,7 @@ def measure(context: int, batch: int, topk: int, device: torch.device, repeats: 
     timings = timer.interleaved([timer.prepare(each) for each in sides.values()], repeats)
     slowest = torch.tensor([timing.us for timing in timings], device=device)
     distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
-    us = dict(zip(sides, slowest.tolist(), strict=True))
+    us = {"symmetric": None, "rows": None} | dict(zip(sides, slowest.tolist(), strict=True))
     how = {name: timing.how for name, timing in zip(sides, timings, strict=True)}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return Row(name, shard.num_ranks, context, batch, topk, **us, how=how)
@@ -179,12 +214,17 @@ def measure(context: int, batch: int, topk: int, device: torch.device, repeats: 
 
 def table(rows: list[Row]) -> str:
     """Times as text; what the exchange adds is the difference of two of them."""
-    lines = ["context  batch   local  selection  exchange  gather   slots    alone   (us)"]
+    lines = [
+        "context  batch   local  selection   adds  symmetric  rows  gather   slots    alone   (us)"
+    ]
     for row in rows:
-        added = row.selection - row.local
+        added = [
+            "     -" if each is None else f"{each - row.local:6.1f}"
+            for each in (row.selection, row.symmetric, row.rows)
+        ]
         lines.append(
-            f"{row.context:7d} {row.batch:6d} {row.local:7.1f} {row.selection:10.1f} {added:9.1f} "
-            f"{row.gather:7.1f} {row.slots:7.1f} {row.alone:8.1f}"
+            f"{row.context:7d} {row.batch:6d} {row.local:7.1f} {row.selection:10.1f} "
+            f"   {'  '.join(added)} {row.gather:7.1f} {row.slots:7.1f} {row.alone:8.1f}"
         )
     return "\n".join(lines) + "\n"
 

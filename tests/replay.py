@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 import sparsemla
-from sparsemla import HeadWeight, PagedCache, RowTable, WindowState
+from sparsemla import ExchangeWorkspace, HeadWeight, PagedCache, RowTable, WindowState
+from sparsemla.kernels.exchange import Inboxes
 
 
 def spy(monkeypatch: Any, ops: Mapping[ModuleType, Sequence[str]]) -> list[Any]:
@@ -51,6 +52,10 @@ def without_memory(argument: Any) -> Any:
             return "weight", without_memory(argument.data), without_memory(scale)
         case RowTable():
             return "table", *map(without_memory, (argument.keys, argument.rows, argument.order))
+        case ExchangeWorkspace():
+            inbox = without_memory(argument.inboxes.peers[-1])
+            limits = argument.max_tokens, argument.max_candidates
+            return "workspace", argument.rank, argument.num_ranks, limits, inbox
         case torch.Tensor():
             offset = argument.data_ptr() % 16 // argument.element_size()
             return "tensor", tuple(argument.shape), argument.stride(), offset, argument.dtype
@@ -69,6 +74,13 @@ def on_meta(kept: Any) -> Any:
             return WindowState(on_meta(rows))
         case "table", *parts:
             return RowTable(*map(on_meta, parts))
+        case "workspace", rank, num_ranks, (max_tokens, max_candidates), inbox:
+            made = ExchangeWorkspace.__new__(ExchangeWorkspace)  # without the other ranks
+            made.rank, made.num_ranks, made.device = rank, num_ranks, torch.device("meta")
+            made.max_tokens, made.max_candidates = max_tokens, max_candidates
+            epochs = torch.empty(max_tokens, dtype=torch.int32, device="meta")
+            made.inboxes = Inboxes(rank, tuple(on_meta(inbox) for _ in range(num_ranks)), epochs)
+            return made
         case "weight", data, scale:
             return HeadWeight(on_meta(data), on_meta(scale))
     return kept

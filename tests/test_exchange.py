@@ -104,10 +104,11 @@ class Step:
             topk=TOPK,
         )
 
-    def select(self, rank, all_gather, max_workspace_bytes):
+    def select(self, rank, all_gather, max_workspace_bytes, workspace=None):
         """What a rank selects."""
         shard, (cache, table) = self.shards[rank], self.parts[rank]
-        rows = ShardedRows(shard, Run.all_of(self.offsets), shard.lengths(self.ends), all_gather)
+        runs, lengths = Run.all_of(self.offsets), shard.lengths(self.ends)
+        rows = ShardedRows(shard, runs, lengths, all_gather, workspace)
         out = torch.full((self.rows, TOPK), 2**31 - 1, dtype=torch.int32)
         rows.select_topk(
             self.q,

@@ -22,6 +22,7 @@ from sparsemla import (
 )
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import assert_equal
+from test_exchange import Step
 from test_parallel import scores_of
 
 pytest.importorskip("triton")
@@ -132,6 +133,29 @@ def test_ranks_exchange_through_memory_as_by_collectives(tmp_path, num_ranks):
     calls = torch.tensor([sum(3 for s in range(steps) if s % TOKENS >= t) for t in range(TOKENS)])
     for each in epochs:
         assert_equal("epochs", each.long(), calls % 4)
+
+
+def selected(rank, num_ranks, folder):
+    """Steps of an engine: one exchange of all tokens, and a prefill of too many."""
+    symmetric, _ = connected(rank, num_ranks, folder)
+    gathered = []
+
+    def all_gather(offer):
+        offers = [torch.empty_like(offer) for _ in range(num_ranks)]
+        torch.distributed.all_gather(offers, offer)
+        gathered.append(offer.shape[1])
+        return torch.cat(offers)
+
+    for query_lens, seq_lens in (([1, 1, 1], [9, 40, 3]), ([2], [33]), ([1, 4], [7, 40])):
+        step = Step(Draw(9), query_lens, seq_lens, num_ranks, 4, ties=True)
+        found = step.select(rank, all_gather, 1 << 20, symmetric)
+        assert_equal("selection", found[: step.tokens], step.expected()[: step.tokens])
+    return gathered, symmetric.inboxes.epochs.tolist()
+
+
+def test_ranks_select_from_shared_keys_through_memory(tmp_path):
+    for found in processes.on_ranks(2, tmp_path, "cpu", selected, 2, tmp_path):
+        assert found == ([4], [3, 2, 1])
 
 
 def test_a_workspace_refuses_calls_of_other_sizes():

@@ -57,6 +57,7 @@ with warnings.catch_warnings():
     from vllm.distributed import (
         destroy_model_parallel,
         get_dcp_group,
+        get_tp_group,
         init_distributed_environment,
         initialize_model_parallel,
         model_parallel_is_initialized,
@@ -132,6 +133,7 @@ from sparsemla import (
     INDEX_FP8,
     INDEX_MXFP4,
     ContextShard,
+    ExchangeWorkspace,
     PagedCache,
     bf16_format,
     fused_indexer_rope_quant,
@@ -144,6 +146,8 @@ from sparsemla.kernels.attention.schedule import DecodeWork
 from sparsemla.kernels.attention.sm90 import fp8_mma
 from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla.kernels.common.fp4 import encode_e2m1
+from sparsemla.kernels.exchange import Inboxes
+from sparsemla.kernels.exchange.arguments import SLOTS, inbox_width
 from sparsemla_lab.testing.cases import Draw, decode_queries, prefill_rows
 from sparsemla_lab.testing.compare import (
     DECODE_LSE,
@@ -2936,10 +2940,21 @@ def test_shared_keys_reach_no_kernel_that_was_not_warmed_up(
 ):
     """One rank of two, as both do the same: the other offers the same keys."""
     two = {"world_size": 2, "all_gather": lambda offer, dim: torch.cat([offer, offer], dim)}
-    group = SimpleNamespace(rank_in_group=0, **two)
+    group = SimpleNamespace(rank_in_group=0, device_group=None, **two)
     monkeypatch.setattr(indexer, "get_dcp_group", lambda: group)
+    workspace = ExchangeWorkspace(
+        max_tokens=4, max_candidates=TOPK, group=get_tp_group().device_group, device="cpu"
+    )
+    inbox = torch.zeros(4, SLOTS, 2, inbox_width(TOPK), dtype=torch.int64)
+    workspace.inboxes = Inboxes(0, (inbox, inbox), torch.zeros(4, dtype=torch.int32))
+    workspace.num_ranks = 2
+    monkeypatch.setattr(indexer, "exchange_workspace", lambda *_: workspace)
+    monkeypatch.setattr(parallel, "_launch", lambda inboxes, call: call.selected.fill_(0))
     monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
-    ops = {exchange: ("indexer_scores_paged", "select_topk"), parallel: ("merge_topk",)}
+    ops = {
+        exchange: ("indexer_scores_paged", "select_topk", "exchange_rows"),
+        parallel: ("merge_topk",),
+    }
     calls = replay.spy(monkeypatch, ops)
     cache, keys = mla_layer.indexer.inner.k_cache, PagedCache.allocate(INDEX_FP8, 70, PAGE_SIZE)
     cache.kv_cache = keys.data
@@ -2960,5 +2975,5 @@ def test_shared_keys_reach_no_kernel_that_was_not_warmed_up(
         )
     serving, shared = warmup.index_layers(config, 32, TOPK, False, 2048, torch.bfloat16)
     assert (shared.num_ranks, shared.pages.columns) == (2, serving.table_width)
-    assert {op for op, *_ in calls} == {"indexer_scores_paged", "select_topk", "merge_topk"}
+    assert {op for op, *_ in calls} == {name for names in ops.values() for name in names}
     assert replay.missing_kernels(run_python, calls, steps=[*shared.sweeps()]) == []

@@ -40,11 +40,11 @@ Transport = Literal["symmetric", "collective"]
 class ExchangeWorkspace:
     """Memory for the exchanges of a rank's selections, allocated once.
 
-    ``"symmetric"``: each rank has *inboxes* in memory that the other ranks' kernels write, torch's
-    symmetric memory. One launch sends a rank's candidates, waits for those of all ranks and merges.
-    It needs NVIDIA GPUs of one host that reach each other's memory, and no more than 16384
-    candidates of a token over all ranks. ``"collective"``: torch.distributed gathers them, with
-    any backend; its packets are allocated here.
+    With ``"symmetric"`` transport, each rank has *inboxes* in memory that the kernels of other
+    ranks write, torch's symmetric memory. One launch sends a rank's candidates, waits for those of
+    all ranks and merges. It needs NVIDIA GPUs of one host that reach each other's memory, and no
+    more than 16384 candidates of a token over all ranks. With ``"collective"``, torch.distributed
+    gathers the candidates, with any backend, into packets that are allocated here.
 
     All ranks of the group create a workspace together, with equal arguments, and exchange the same
     tokens in the same order. A call waits, on the GPU, for the matching call of every other rank;
@@ -57,7 +57,7 @@ class ExchangeWorkspace:
         max_candidates: most candidates of a token on a rank.
         group: the ranks; default all.
         device: of the tensors; default torch's.
-        transport: ``"symmetric"`` is not proven on GPUs yet. None takes it where it is possible.
+        transport: default symmetric memory where it is possible, otherwise collectives.
 
     Attributes:
         transport: how the ranks exchange.
@@ -75,7 +75,7 @@ class ExchangeWorkspace:
         max_candidates: int,
         group: distributed.ProcessGroup | None = None,
         device: torch.device | str | None = None,
-        transport: Transport | None = "collective",
+        transport: Transport | None = None,
     ) -> None:
         check = Checker("ExchangeWorkspace")
         check.positive("max_tokens", max_tokens)

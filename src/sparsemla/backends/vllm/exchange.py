@@ -1,9 +1,10 @@
 """Selection from index keys that ranks share: vLLM's decode context parallelism (DCP).
 
 The positions of a context are dealt out to the ranks, so each rank scores a part of each row. It
-offers its own best, with scores and positions; all ranks gather all offers and merge them in the
-order of :func:`sparsemla.select_topk`. Every rank gets the selection that one rank alone would
-make, because a key's score does not depend on where the key is stored.
+offers its own best, with scores and positions; the offers of all ranks are merged in the order of
+:func:`sparsemla.select_topk`. A collective gathers them, or on GPUs of one host, in decodes, one
+kernel exchanges and merges them through symmetric memory. Every rank gets the selection that one
+rank alone would make, because a key's score does not depend on where the key is stored.
 
 This module imports nothing of vLLM: the caller brings the collective.
 """
@@ -11,14 +12,45 @@ This module imports nothing of vLLM: the caller brings the collective.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
 
-from sparsemla import ContextShard, PagedCache, indexer_scores_paged, select_topk
+from sparsemla import (
+    ContextShard,
+    ExchangeWorkspace,
+    PagedCache,
+    exchange_rows,
+    indexer_scores_paged,
+    select_topk,
+)
 from sparsemla.parallel import merge_offers
+
+LOGGER = logging.getLogger("vllm.sparsemla")
+
+
+MOST_TOKENS = 256
+"""Of a step whose offers symmetric memory takes: 128 MiB of inboxes at most, with 2048 each."""
+
+
+def exchange_workspace(
+    group: distributed.ProcessGroup, max_tokens: int, topk: int, device: torch.device
+) -> ExchangeWorkspace | None:
+    """Symmetric memory for the selections of decodes; None, with a line in the log, without any.
+
+    All ranks of the group must call it together.
+    """
+    workspace = ExchangeWorkspace(
+        max_tokens=min(max_tokens, MOST_TOKENS), max_candidates=topk, group=group, device=device
+    )
+    if workspace.inboxes is not None:
+        return workspace
+    LOGGER.info("sparsemla: collectives gather the selections of ranks: %s", workspace.refusal)
+    return None
 
 
 class Run(NamedTuple):
@@ -72,12 +104,14 @@ class ShardedRows:
         runs: the requests, by numbers of query tokens on the host.
         lengths: int32 ``[T]``, keys of each token on this rank; 0 for padding.
         all_gather: joins a tensor of each rank along their first dim, in the order of ranks.
+        workspace: exchanges pieces of up to ``max_tokens`` tokens in one launch; None gathers all.
     """
 
     shard: ContextShard
     runs: list[Run]
     lengths: Tensor
     all_gather: Callable[[Tensor], Tensor]
+    workspace: ExchangeWorkspace | None = None
 
     def select_topk(
         self,
@@ -121,11 +155,16 @@ class ShardedRows:
                     max_seq_len=columns,
                 ).flatten(0, 1)
                 rows = select_topk(scores, topk=offered, row_ends=lengths)
-                values = scores.gather(1, rows.clamp(min=0).long())
+                selected, shard, workspace = out[tokens], self.shard, self.workspace
+                if workspace is not None and len(rows) <= workspace.max_tokens:
+                    exchange_rows(
+                        scores, rows, topk, shard=shard, workspace=workspace, selected=selected
+                    )
+                    continue
                 merge_offers(
-                    values,
-                    self.shard.positions(rows),
+                    scores.gather(1, rows.clamp(min=0).long()),
+                    shard.positions(rows),
                     topk,
                     all_gather=self.all_gather,
-                    out=out[tokens],
+                    out=selected,
                 )

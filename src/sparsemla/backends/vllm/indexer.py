@@ -54,7 +54,7 @@ from sparsemla import (
 )
 from sparsemla.backends.environment import DIVIDE_ROWS_FROM, divide_rows_from
 from sparsemla.backends.vllm.divided import DividedRows, Division, Rule
-from sparsemla.backends.vllm.exchange import Run, ShardedRows
+from sparsemla.backends.vllm.exchange import Run, ShardedRows, exchange_workspace
 from sparsemla.backends.vllm.recorded import keep_selection, reserve_selections
 from sparsemla.backends.vllm.settings import OPERATOR, shard_min_rows, unread_by_indexer
 from sparsemla.backends.vllm.warmup import LOGGER
@@ -210,7 +210,14 @@ class ShardedIndexerMetadataBuilder(IndexerMetadataBuilder):
         interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
         self.shard = ContextShard(group.rank_in_group, group.world_size, interleave)
         self.all_gather = functools.partial(group.all_gather, dim=0)
-        max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        scheduler = vllm_config.scheduler_config
+        max_tokens = scheduler.max_num_batched_tokens
+        self.workspace = exchange_workspace(
+            group.device_group,
+            min(max_tokens, scheduler.max_num_seqs * self.max_decode_len),
+            vllm_config.model_config.hf_text_config.index_topk,
+            device,
+        )
         self.tokens = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_tokens, dtype=torch.int32, device=device)
 
@@ -230,7 +237,9 @@ class ShardedIndexerMetadataBuilder(IndexerMetadataBuilder):
         seq_lens = seq_lens.where(self.tokens < ends[-1], 0)  # later rows are padding
         self.lengths.copy_(self.shard.lengths(seq_lens))
         runs = Run.all_of(common.query_start_loc_cpu)
-        metadata.sharded = ShardedRows(self.shard, runs, self.lengths, self.all_gather)
+        metadata.sharded = ShardedRows(
+            self.shard, runs, self.lengths, self.all_gather, self.workspace
+        )
         return metadata
 
 

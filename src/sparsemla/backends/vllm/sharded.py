@@ -15,6 +15,14 @@ from torch import Tensor
 from sparsemla import INDEX_FP8, ContextShard
 from sparsemla.backends.vllm.compressed import Pages, without_memory
 from sparsemla.backends.vllm.exchange import Run, ShardedRows
+from sparsemla.kernels import exchange
+from sparsemla.kernels.exchange.arguments import (
+    MAX_CANDIDATES,
+    SLOTS,
+    ExchangeRows,
+    Inboxes,
+    inbox_width,
+)
 from sparsemla.warmup import Sweep
 
 MOST_TOKENS = 2048
@@ -34,6 +42,7 @@ class ShardedIndex:
 
     Args:
         num_ranks: that share it.
+        interleave: consecutive tokens of a context that a rank keeps.
         topk: keys that a token selects.
         index_heads: heads of the indexer.
         pages: of this rank's cache.
@@ -44,6 +53,7 @@ class ShardedIndex:
     """
 
     num_ranks: int
+    interleave: int
     topk: int
     index_heads: int
     pages: Pages
@@ -74,6 +84,26 @@ class ShardedIndex:
                 few = min(self.max_requests, tokens // query_len, 17)
                 for pages in {min(few_pages, columns) for few_pages in (1, 3, 16, columns)}:
                     yield sweep("requests", few, query_len=query_len, pages=pages)
+        if self.num_ranks * inbox_width(self.topk) <= MAX_CANDIDATES:
+            yield Sweep(self._exchange, 2)
+
+    def _exchange(self, start: int) -> None:
+        """Exchange a token's candidates through symmetric memory, behind ``start - 1`` others."""
+        shard = ContextShard(0, self.num_ranks, self.interleave)
+        inbox = without_memory(1, SLOTS, self.num_ranks, inbox_width(self.topk), dtype=torch.int64)
+        columns = self.pages.columns * self.pages.rows
+        exchange.triton.exchange_rows(
+            Inboxes(0, (inbox,) * self.num_ranks, without_memory(1)),
+            ExchangeRows(
+                without_memory(1, columns, dtype=torch.float32),
+                without_memory(1, min(self.topk, columns)),
+                self.topk,
+                shard,
+                selected=without_memory(start, self.topk)[start - 1 :],
+                out=without_memory(1, 1, self.topk),
+                counts=without_memory(1, 1),
+            ),
+        )
 
     def _sweep(self, size: str, limit: int, **others: int) -> Sweep:
         return Sweep(functools.partial(self._select, size, others), limit)

@@ -156,6 +156,7 @@ def index_layers(
             if num_ranks > 1:
                 yield ShardedIndex(
                     num_ranks,
+                    config.parallel_config.cp_kv_cache_interleave_size,
                     topk,
                     index_heads,
                     Pages(count, PAGE_SIZE, stride, limits["table_width"]),
