@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 import processes
+from turns import is_late
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -35,6 +36,19 @@ settings.load_profile("repeatable")
 DEVICES = ["cpu"]
 if torch.cuda.is_available():
     DEVICES.append(pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--turn", type=int, help="of tests that take turns, run those of this number; default: all"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    turn = config.getoption("turn")
+    if turn is not None:
+        config.hook.pytest_deselected(items=[item for item in items if is_late(item, turn)])
+        items[:] = [item for item in items if not is_late(item, turn)]
 
 
 def pytest_make_parametrize_id(val):

@@ -42,17 +42,24 @@ def is_for_oldest(index, target):
 def every_launch():
     """Each launch of each table for each of its targets; one launch a table is not slow.
 
-    The kernels in Gluon compile on two versions of Triton, by turns.
+    The kernels in Gluon compile on two versions of Triton, by turns. Slow launches also take turns
+    from one commit to the next: those in Gluon two, with both versions in each, and portable ones
+    three, so that most launches have a target in each.
     """
     for table in TABLES:
         first, *_ = pairs = launches_of(str(table))
         launches = list(dict(pairs))
-        for launch, target in pairs:
+        for place, (launch, target) in enumerate(pairs):
             quick = launch == first[0] and target in ("sm_90", "gfx942")
-            marks = [] if quick else [pytest.mark.slow]
+            marks, index = [], launches.index(launch)
             if in_gluon(table, target):
-                older = is_for_oldest(launches.index(launch), target)
+                older = is_for_oldest(index, target)
                 marks += [pytest.mark.gluon, pytest.mark.oldest if older else pytest.mark.newest]
+                turns = pytest.mark.turns(index // 2, 2)
+            else:
+                turns = pytest.mark.turns(place + index, 3)
+            if not quick:
+                marks += [pytest.mark.slow, turns]
             yield pytest.param(
                 table, launch, target, marks=marks, id=f"{table.stem}-{launch}-{target}"
             )
@@ -65,11 +72,12 @@ def every_other_launch():
         launches = list(dict(pairs))
         for launch, target in pairs:
             if in_gluon(table, target):
-                older = not is_for_oldest(launches.index(launch), target)
+                index = launches.index(launch)
+                older = not is_for_oldest(index, target)
                 marks = [pytest.mark.gluon, pytest.mark.oldest if older else pytest.mark.newest]
-                yield table, launch, target, marks
-        for launch, target in launches_of(str(table), others=True):
-            yield table, launch, target, [pytest.mark.newest]
+                yield table, launch, target, [*marks, pytest.mark.turns(index, 3)]
+        for place, (launch, target) in enumerate(launches_of(str(table), others=True)):
+            yield table, launch, target, [pytest.mark.newest, pytest.mark.turns(place, 3)]
 
 
 @pytest.mark.parametrize(("table", "launch", "target"), list(every_launch()))

@@ -626,7 +626,7 @@ def test_floating_point_instructions():
 
 # ---- kernels of the package --------------------------------------------------------------------
 
-SLOW = (  # or without kernels for Hopper
+SLOW = (  # or without kernels for Hopper; on Ampere, they take turns
     "maxima that climb",
     "140 requests",
     "float32",
@@ -732,10 +732,6 @@ FOR_AMPERE = [
 ]
 
 
-def names(cases):
-    return [f"{op}: {case.name}" for op, case in cases]
-
-
 def check_case(gpu, op, case):
     """Right on poisoned memory, and with equal bits when things happen in another order."""
     with acting_as(gpu):
@@ -811,11 +807,18 @@ def test_a_token_in_several_groups_is_stored_once(offsets):
     assert ((selected >= -1) & (selected < 300)).all()
 
 
-@pytest.mark.parametrize(("op", "case"), CASES, ids=names(CASES))
+@pytest.mark.parametrize(("op", "case"), CASES, ids=[f"{op}: {case.name}" for op, case in CASES])
 def test_kernels_for_hopper(op, case):
     check_case("sm_90", op, case)
 
 
-@pytest.mark.parametrize(("op", "case"), FOR_AMPERE, ids=names(FOR_AMPERE))
+def every_case_for_ampere():
+    slow = [(op, case) for op, case in FOR_AMPERE if any(part in case.name for part in SLOW)]
+    for op, case in FOR_AMPERE:
+        marks = pytest.mark.turns(slow.index((op, case)), 4) if (op, case) in slow else ()
+        yield pytest.param(op, case, marks=marks, id=f"{op}: {case.name}")
+
+
+@pytest.mark.parametrize(("op", "case"), list(every_case_for_ampere()))
 def test_kernels_for_ampere(op, case):
     check_case("sm_80", op, case)

@@ -19,9 +19,10 @@ def test_mutants_match_the_kernels_text(mutant):
 
 
 def one_quick_mutant_per_file(all_mutants):
+    """The others are slow, and take turns."""
     quick = {mutant.file: mutant for mutant in reversed(all_mutants)}.values()
-    for mutant in all_mutants:
-        marks = () if mutant in quick else pytest.mark.slow
+    for number, mutant in enumerate(all_mutants):
+        marks = () if mutant in quick else (pytest.mark.slow, pytest.mark.turns(number, 3))
         yield pytest.param(mutant, marks=marks, id=f"{mutant.file}: {mutant.name}")
 
 

@@ -8,6 +8,7 @@ import re
 import tomllib
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import sparsemla
+from turns import is_late
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -118,3 +120,13 @@ def test_sglangs_plugin_without_sglang(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"^SGLang is not installed$"):
         register()
+
+
+def test_every_test_that_takes_turns_has_one():
+    marks = (pytest.mark.turns(number, of).mark for of in (2, 3, 4) for number in range(5))
+    for mark in marks:
+        item = SimpleNamespace(get_closest_marker=lambda name, mark=mark: mark)
+        for first in (0, 1767225600):
+            turns = range(first, first + mark.args[1])
+            assert [is_late(item, turn) for turn in turns].count(False) == 1
+    assert not is_late(SimpleNamespace(get_closest_marker=lambda name: None), 5)

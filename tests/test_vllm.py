@@ -7,12 +7,9 @@ indices are vLLM's and not an imitation. CI installs vLLM for this file alone: s
 import ast
 import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import itertools
 import json
-import os
 import pickle
 import re
 import warnings
@@ -24,12 +21,9 @@ import pytest
 import torch
 from torch.nn.functional import normalize, pad
 
-if not torch.cuda.is_available():
-    # vLLM switches Triton off where it finds no GPU, unless it was told that none is to be seen.
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
+from vllm_here import require_vllm
+
+require_vllm()
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -5,21 +5,16 @@ The layer, its caches, their groups and their metadata are those of vLLM's
 computes.
 """
 
-import importlib.util
 import math
-import os
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # vLLM switches Triton off where it finds no GPU, unless it was told that none is to be seen.
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
+from vllm_here import require_vllm
+
+require_vllm()
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -34,18 +29,7 @@ with warnings.catch_warnings():
     )
     from vllm.forward_context import set_forward_context
     from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm.v1.attention.backends.utils import (
-        get_supported_kv_cache_layouts,
-        resolve_kv_cache_layout,
-    )
-    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
-    from vllm.v1.worker.block_table import get_block_table_width
-    from vllm.v1.worker.gpu.attn_utils import (
-        build_attn_metadata,
-        get_kv_cache_spec,
-        init_attn_backend,
-        init_kv_cache,
-    )
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
     from glm5_next_alone import attention as theirs  # before ``pooled``
     from sparsemla.backends import vllm as plugins
@@ -62,6 +46,7 @@ from test_vllm import (
     one_rank,  # noqa: F401 - a fixture
     plain_vllm,  # noqa: F401 - a fixture
 )
+from vllm_layers import CachedLayers, positions_of
 
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is built for the CPU")
 HIDDEN, HEADS, TOPK, MAX_TOKENS, LENGTH = 256, 8, 128, 256, 420
@@ -83,10 +68,8 @@ TEXT = {
 }
 
 
-class Engine:
+class Engine(CachedLayers):
     """A layer with the caches and the metadata that vLLM's runner makes for it.
-
-    Pages hold NaN until they are written.
 
     Args:
         config: vLLM's.
@@ -95,7 +78,7 @@ class Engine:
     """
 
     def __init__(self, config, text, weights):
-        self.config, self.draw, device = config, Draw(1), torch.device("cpu")
+        self.draw = Draw(1)
         width = -(-(TOPK + text.index_kpool - 1) // 128) * 128
         self.buffer = torch.full((MAX_TOKENS, width), 2**31 - 1, dtype=torch.int32)
         with set_default_torch_dtype(torch.bfloat16):
@@ -114,30 +97,11 @@ class Engine:
             )
         load(self.layer, weights)
         absorb(config)
-        self.parts = config.compilation_config.static_forward_context
-        specs = get_kv_cache_spec(config)
-        layouts = get_supported_kv_cache_layouts(
-            {part.get_attn_backend() for part in self.parts.values()}
-        )
-        resolve_kv_cache_layout(config, [[each.name for each in layouts]], specs.values())
-        groups = get_global_kv_cache_groups(config, [specs])
-        self.caches = get_kv_cache_configs(config, [specs], [64 << 20], groups)[0]
-        self.groups, support, sizes = init_attn_backend(self.caches, config, device)
-        self.support = support.min_cg_support.name
-        flat = [group for several in self.groups for group in several]
-        init_kv_cache(self.parts, self.caches, device, sizes, config, attn_groups=flat)
-        for part in self.parts.values():
-            part.kv_cache.view(torch.uint8).fill_(255)
-        self.free = self.draw.permutation(self.caches.num_blocks - 1).add(1).tolist()
-        self.tables = [{} for _ in self.caches.kv_cache_groups]  # page 0 is no page
+        super().__init__(config, self.draw, get_kv_cache_spec(config), 64 << 20)
 
     def table(self, group, request, last):
         """The pages of a request in a group, with room for its first tokens."""
-        spec = self.caches.kv_cache_groups[group].kv_cache_spec
-        spec = next(iter(spec.kv_cache_specs.values()))
-        most = spec.max_num_blocks_per_req(self.config, LENGTH)
-        width = get_block_table_width(most, spec.block_size)
-        row = self.tables[group].setdefault(request, torch.zeros(width).int())
+        spec, most, row = self.row(group, request, LENGTH)
         for block in range(min(-(-last // spec.block_size), most)):
             if not row[block]:
                 row[block] = self.free.pop(0)
@@ -150,10 +114,7 @@ class Engine:
         """
         counts = [len(inputs) for *_, inputs in chunks]
         ends = [first + len(inputs) for _, first, inputs in chunks]
-        positions = torch.cat(
-            [torch.arange(first, end) for (_, first, _), end in zip(chunks, ends, strict=True)]
-            + [torch.arange(3, 3 + padding)]  # padding is left as it was
-        )
+        positions = positions_of(chunks, padding)
         owner = torch.repeat_interleave(torch.tensor(counts))
         real = positions[: len(owner)]
         buffer = torch.full((len(self.tables), MAX_TOKENS), -1)
@@ -170,23 +131,7 @@ class Engine:
             elif size >= 64:  # rings have no slots
                 pages = tables[-1][owner, real // size].long()
                 buffer[number, : len(owner)] = pages * size + real % size
-        offsets = torch.tensor([0, *counts] + [0] * bool(padding)).cumsum(0).int()
-        lengths = torch.tensor([*ends] + [0] * bool(padding)).int()
-        metadata = build_attn_metadata(
-            self.groups,
-            len(lengths),
-            len(positions),
-            offsets,
-            offsets,
-            max(counts),
-            lengths,
-            max(ends),
-            tables,
-            buffer[:, : len(positions)],
-            self.caches,
-            seq_lens_cpu_upper_bound=lengths,
-            positions=positions,
-        )
+        metadata = self.metadata(counts, ends, positions, tables, buffer[:, : len(positions)])
         x = torch.cat([inputs for *_, inputs in chunks])
         x = torch.cat([x, x.new_full((padding, HIDDEN), math.nan)])
         slots = {

@@ -5,10 +5,8 @@ is made up.
 """
 
 import ast
-import importlib.util
 import json
 import logging
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -17,12 +15,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # vLLM switches Triton off where it finds no GPU, unless it was told that none is to be seen.
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
+from vllm_here import require_vllm
+
+require_vllm()
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

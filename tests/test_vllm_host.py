@@ -4,9 +4,7 @@ Blocks, requests, prefix hits and preemptions are those of vLLM's own scheduler.
 are plain tensors here.
 """
 
-import importlib.util
 import json
-import os
 from collections import Counter
 from types import SimpleNamespace
 
@@ -14,11 +12,9 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
+from vllm_here import require_vllm
+
+require_vllm()
 
 from vllm import SamplingParams
 from vllm.config import (

@@ -3,8 +3,6 @@
 The layer is that of vLLM's ``HYV4ForCausalLM``, with this package's attention and its sinks.
 """
 
-import importlib.util
-import os
 import warnings
 from types import SimpleNamespace
 
@@ -12,12 +10,9 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm
 
-if not torch.cuda.is_available():
-    # vLLM switches Triton off where it finds no GPU, unless it was told that none is to be seen.
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
+from vllm_here import require_vllm
+
+require_vllm()
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

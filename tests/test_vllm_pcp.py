@@ -4,20 +4,16 @@ vLLM's own manager deals out the tokens and restores their order, and vLLM's own
 new rows. The ranks are processes that talk through gloo.
 """
 
-import importlib.util
 import json
-import os
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
+from vllm_here import require_vllm
+
+require_vllm()
 
 from vllm import _custom_ops
 from vllm.config import CUDAGraphMode, ModelConfig, ParallelConfig, set_current_vllm_config

@@ -3,19 +3,15 @@
 Blocks, requests, prefix hits and preemptions are those of vLLM's own scheduler.
 """
 
-import importlib.util
 import json
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
+from vllm_here import require_vllm
+
+require_vllm()
 
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 from vllm.config import (

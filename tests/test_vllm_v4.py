@@ -6,11 +6,9 @@ Triton kernels run in the interpreter. CI installs vLLM for these files alone: s
 
 import ast
 import contextlib
-import importlib.util
 import inspect
 import json
 import math
-import os
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +18,9 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
-if not torch.cuda.is_available():
-    # vLLM switches Triton off where it finds no GPU, unless it was told that none is to be seen.
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-if importlib.util.find_spec("vllm") is None:
-    pytest.skip("vLLM is not installed; .ci/run installs it", allow_module_level=True)
+from vllm_here import require_vllm
+
+require_vllm()
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -63,18 +58,7 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
     from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm.v1.attention.backends.utils import (
-        get_supported_kv_cache_layouts,
-        resolve_kv_cache_layout,
-    )
-    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
     from vllm.v1.worker import workspace
-    from vllm.v1.worker.block_table import get_block_table_width
-    from vllm.v1.worker.gpu.attn_utils import (
-        build_attn_metadata,
-        init_attn_backend,
-        init_kv_cache,
-    )
     from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
     from sparsemla.backends import vllm as plugins
@@ -102,6 +86,7 @@ from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import Tolerance, assert_close, assert_equal
 from sparsemla_lab.testing.models_v4 import published_weights
+from vllm_layers import CachedLayers, positions_of
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -212,10 +197,10 @@ def config(model_config):
         yield config
 
 
-class Engine:
+class Engine(CachedLayers):
     """Layers of each kind, with the caches and the metadata that vLLM's runner makes for them.
 
-    Pages hold NaN until they are written. Pages behind a window are given up as vLLM does it, and
+    Pages behind a window are given up as vLLM does it, and
     hold NaN again.
 
     Args:
@@ -224,7 +209,7 @@ class Engine:
     """
 
     def __init__(self, config, draw):
-        self.config, self.draw = config, draw
+        self.draw = draw
         buffer = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
         with set_default_torch_dtype(torch.bfloat16), deepseek_v4.exchanged():
             attention = nvidia_model._select_dsv4_attn_cls(config)
@@ -235,35 +220,15 @@ class Engine:
         for name, weight in self.layers.named_parameters():
             scale = 1 if weight.dim() == 1 or name.endswith("ape") else weight.shape[-1] ** -0.5
             weight.copy_(draw.normal(*weight.shape) * scale + name.endswith("norm.weight"))
-        self.parts = config.compilation_config.static_forward_context
-        specs = {name: part.get_kv_cache_spec(config) for name, part in self.parts.items()}
+        parts = config.compilation_config.static_forward_context
+        specs = {name: part.get_kv_cache_spec(config) for name, part in parts.items()}
         specs = {name: spec for name, spec in specs.items() if spec is not None}
-        layouts = get_supported_kv_cache_layouts(
-            {self.parts[name].get_attn_backend() for name in specs}
-        )
-        resolve_kv_cache_layout(config, [[each.name for each in layouts]], specs.values())
-        groups = get_global_kv_cache_groups(config, [specs])
-        device = torch.device("cpu")
-        self.caches = get_kv_cache_configs(config, [specs], [16 << 20], groups)[0]
-        self.groups, support, sizes = init_attn_backend(self.caches, config, device)
-        self.support = support.min_cg_support.name
-        flat = [group for several in self.groups for group in several]
-        self.builders = {
-            name: group.get_metadata_builder(0) for group in flat for name in group.layer_names
-        }
-        init_kv_cache(self.parts, self.caches, device, sizes, config, attn_groups=flat)
-        for part in self.parts.values():
-            part.kv_cache.view(torch.uint8).fill_(255)
-        self.free = draw.permutation(self.caches.num_blocks - 1).add(1).tolist()  # 0 is no page
-        self.tables = [{} for _ in self.caches.kv_cache_groups]
+        super().__init__(config, draw, specs, 16 << 20)
 
     def allocate(self, request, first, last):
         """Pages for positions ``first .. last`` of a request in every group."""
-        for group, table in zip(self.caches.kv_cache_groups, self.tables, strict=True):
-            spec = next(iter(group.kv_cache_spec.kv_cache_specs.values()))
-            most = spec.max_num_blocks_per_req(self.config, self.config.model_config.max_model_len)
-            width = get_block_table_width(most, spec.block_size)
-            row = table.setdefault(request, torch.zeros(width).int())
+        for number, group in enumerate(self.caches.kv_cache_groups):
+            spec, _, row = self.row(number, request, self.config.model_config.max_model_len)
             window = getattr(spec, "sliding_window", None)
             behind = 0 if window is None else first - window + 1
             for block in range(-(-last // spec.block_size)):
@@ -289,10 +254,7 @@ class Engine:
         for (request, first, _), end in zip(chunks, ends, strict=True):
             self.allocate(request, first, end)
         counts = [len(inputs) for *_, inputs in chunks]
-        positions = torch.cat(
-            [torch.arange(first, end) for (_, first, _), end in zip(chunks, ends, strict=True)]
-            + [torch.arange(3, 3 + padding)]  # padding is left as it was
-        )
+        positions = positions_of(chunks, padding)
         tables, slots = [], []
         for group, table in zip(self.caches.kv_cache_groups, self.tables, strict=True):
             size = group.kv_cache_spec.block_size
@@ -304,25 +266,10 @@ class Engine:
             slots.append(torch.cat([found, found.new_full((padding,), -1)]))
             if dummy:
                 slots[-1].fill_(-1)
-        offsets = torch.tensor([0, *counts] + [0] * bool(padding)).cumsum(0).int()
-        lengths = torch.tensor([*ends] + [0] * bool(padding)).int()
         buffer = torch.full((len(slots), MAX_TOKENS), -1)  # rows of vLLM's buffer are aligned
         buffer[:, : len(positions)] = torch.stack(slots)
-        metadata = build_attn_metadata(
-            self.groups,
-            len(lengths),
-            len(positions),
-            offsets,
-            offsets,
-            max(counts),
-            lengths,
-            max(ends),
-            tables,
-            buffer[:, : len(positions)],
-            self.caches,
-            seq_lens_cpu_upper_bound=lengths,
-            positions=positions,
-            **options,
+        metadata = self.metadata(
+            counts, ends, positions, tables, buffer[:, : len(positions)], **options
         )
         x = torch.cat([inputs for *_, inputs in chunks])
         x = torch.cat([x, x.new_full((padding, HIDDEN), math.nan)])

@@ -26,6 +26,7 @@ from sparsemla import (
     warm_up,
 )
 from sparsemla_lab.testing.serving import CompressedEngine, Engine, HostEngine, random_step
+from turns import in_turns
 
 pytest.importorskip("triton")
 
@@ -178,7 +179,7 @@ def test_steps_compile_nothing(run, target, model, num_steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("target", in_turns(["sm_80", "sm_90"], 2))
 def test_many_steps_compile_nothing(run, target):
     done = run(COVERAGE, target, "DeepSeek-V3.2", "500", "", "")
     assert done.returncode == 0, done.stderr[-4000:]
@@ -216,7 +217,7 @@ LEFT_OUT = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("search", LEFT_OUT)
+@pytest.mark.parametrize("search", in_turns(LEFT_OUT, 3))
 def test_steps_notice_what_a_warm_up_leaves_out(run, search):
     done = run(COVERAGE, LEFT_OUT[search], "DeepSeek-V3.2, small", "60", search, "first")
     assert done.returncode == 0, done.stderr[-4000:]
