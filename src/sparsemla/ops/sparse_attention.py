@@ -156,9 +156,8 @@ def sparse_attention_backward(
         lse: float32 ``[T, H]``, from the forward.
         dlse: float32 ``[T, H]``, the gradient of lse; default zero.
         deterministic: add the terms of a row of kv in the order of lists and entries. The bits are
-            then the same in every run and for every ``max_workspace_bytes``. If False, a GPU adds
-            them in any order, without lists and with less workspace. The CPU is always
-            deterministic.
+            then the same in every run and for every ``max_workspace_bytes``. If False, kernels
+            may add them in any order: the portable ones do, without lists and with less workspace.
         accumulate: float32 ``[S, D]``, to which the gradient of kv is added; for microbatches, and
             for rows that several ranks share.
         max_workspace_bytes: bound on the workspace of a GPU, but at least that of one list. The
