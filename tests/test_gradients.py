@@ -30,6 +30,8 @@ CONSTANTS = {
     "select_rows",
     "merge_topk",
     "indexer_topk",
+    "indexer_topk_blocks",
+    "indexer_topk_of_blocks",
     "attention_target",
     "index_loss",
     "dense_index_loss",
