@@ -616,7 +616,9 @@ def _indexer_topk_blocks() -> list[Case]:
         *(Case(f"pages of {size}", build(make, batch=mixed, page_size=size)) for size in (1, 61)),
         Case("not causal", build(make, batch=mixed, causal=False), quick=True),
         *(
-            Case(f"{limit} bytes", build(_blocks_of_missing_pages, limit, ratio=ratio))
+            Case(
+                f"{limit} bytes, ratio {ratio}", build(_blocks_of_missing_pages, limit, ratio=ratio)
+            )
             for limit, ratio in ((1, 1), (4000, 1), (4000, 4))
         ),
         Case("tokens behind the last request", build(_blocks_of_padding)),
@@ -690,7 +692,10 @@ def _indexer_topk_of_blocks() -> list[Case]:
         *(Case(f"pages of {size}", build(make, batch=mixed, page_size=size)) for size in (1, 61)),
         Case("not causal", build(make, batch=mixed, causal=False), quick=True),
         *(
-            Case(f"{limit} bytes", build(_best_of_some_missing_pages, limit, ratio=ratio))
+            Case(
+                f"{limit} bytes, ratio {ratio}",
+                build(_best_of_some_missing_pages, limit, ratio=ratio),
+            )
             for limit, ratio in ((1, 1), (1000, 1), (1000, 4))
         ),
         Case("tokens behind the last request", build(_best_of_listed_padding)),
