@@ -80,6 +80,8 @@ STREAMS = "tests/test_tiers.py -k portable_kernels and sparse_prefill-extra and 
 PREFILL = "tests/test_tiers.py -k portable_kernels and dense_prefill-context"
 RAGGED = "tests/test_tiers.py -k portable_kernels and indexer_scores-5 and strided"
 PAGED = "tests/test_tiers.py -k portable_kernels and indexer_scores_paged- and pages"
+BLOCKS = "tests/test_tiers.py -k portable_kernels and indexer_topk_blocks-blocks"
+OF_BLOCKS = "tests/test_tiers.py -k portable_kernels and indexer_topk_of_blocks-9"
 NAN = "tests/test_triton_topk.py -k adversarial_candidates and NaN"
 TIES = "tests/test_triton_topk.py -k strided_values or (test_merge and five)"
 PARTS = "tests/test_tiers.py -k portable_kernels and project_heads-5"
@@ -247,15 +249,15 @@ CPU_MUTANTS = (
     portable(
         "scales of another page",
         "indexer/triton.py",
-        "n % PAGE_SIZE * SCALE_ROW\n                    score",
-        "n * 0 * SCALE_ROW\n                    score",
+        "n % PAGE_SIZE * SCALE_ROW\n            score",
+        "n * 0 * SCALE_ROW\n            score",
         PAGED,
     ),
     portable(
         "open windows are seen",
         "indexer/triton.py",
-        "end = tl.maximum(end, 0) // RATIO",
-        "end = tl.cdiv(tl.maximum(end, 0), RATIO)",
+        "length = tl.maximum(length, 0) // RATIO",
+        "length = tl.cdiv(tl.maximum(length, 0), RATIO)",
         "tests/test_tiers.py -k portable_kernels and indexer_scores_paged-lengths",
     ),
     portable(
@@ -734,6 +736,34 @@ CPU_MUTANTS = (
         "tl.store(keys + seat * keys_seat + row, tl.full([BLOCK], LAST, tl.int32), mask=inside)",
         "pass",
         FORGOTTEN,
+    ),
+    portable(
+        "the last block is not pinned",
+        "indexer/triton.py",
+        "tl.where(block == count - 1, -MINUS_INF, tl.minimum(x, LARGEST))",
+        "tl.minimum(x, LARGEST)",
+        BLOCKS,
+    ),
+    portable(
+        "overflowing scores keep the last block out",
+        "indexer/triton.py",
+        "-MINUS_INF, tl.minimum(x, LARGEST))",
+        "-MINUS_INF, x)",
+        "tests/test_tiers.py -k portable_kernels and indexer_topk_blocks-infinite",
+    ),
+    portable(
+        "keys of listed blocks that a token does not see count",
+        "indexer/triton.py",
+        "tl.minimum(end - block * BLOCK_SIZE, BLOCK_SIZE)",
+        "BLOCK_SIZE",
+        "tests/test_tiers.py -k portable_kernels and indexer_topk_of_blocks-3",
+    ),
+    portable(
+        "listed blocks behind the last key count",
+        "indexer/triton.py",
+        "known = (block >= 0) & (block < seen)\n            block",
+        "known = block >= 0\n            block",
+        OF_BLOCKS,
     ),
     portable(
         "scores without the scales of FP4 keys",

@@ -285,6 +285,7 @@ ONLY_PUBLIC = {
     "max_logits": None,
     "token_mask": None,
     "weights_out": None,
+    "blocks_out": None,
     "validate": False,
     "workspace": None,
     "num_splits": None,

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from sparsemla import (
+    BF16_512,
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
+    FP8_NOPE,
     INDEX_FP8,
     PagedCache,
     Pooling,
@@ -63,6 +65,8 @@ SMALL = [
     workloads.IndexerScoresPaged(3, 2, 70),
     workloads.IndexerTopk(2, 3, 70, 16),
     workloads.IndexerTopk(2, 3, 70, 8, ratio=4),
+    workloads.SparseDecode(3, 1, 4, 200, 128, format=FP8_NOPE),
+    workloads.IndexerTopk(2, 1, 300, 8, ratio=16, heads=16),
     workloads.HeadProducts(3, 2, 200, 130, 2),
     workloads.ProjectGroups(3, 2, 2),
     workloads.PoolWindows(5, 1, CSA, FP8_584, "spread"),
@@ -590,17 +594,22 @@ def test_fa3_gets_the_inputs_in_its_layout(timer, monkeypatch):
         assert rest[21] == (len(rope), topk, rope.shape[1])
         assert starts.tolist() == list(range(len(rope) + 1))
         assert counts.tolist() == [topk] * len(rope)
-        rows = torch.cat([v, k], -1)[:, 0, 0]
-        q = torch.cat([nope, rope], -1)
+        if rope.any():
+            v, nope = torch.cat([v, k], -1), torch.cat([nope, rope], -1)
+        else:  # without RoPE the queries of the first 64 dims are zeros, and keys any rows
+            assert k.shape == (*v.shape[:3], 64)
+        rows, q = v[:, 0, 0], nope
         return ops.sparse_prefill(q, rows, slots, softmax_scale=scale)
 
     library = SimpleNamespace(get_scheduler_metadata=schedule, fwd=forward)
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", library, raising=False)
-    workload = workloads.SparseDecode(3, 1, 4, 200, 128, format=BF16_576)
     peer = object.__new__(peers.FA3)
-    outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
-    assert outcome.failures == outcome.refusals == {}
-    assert [found.peer for found in outcome.rows] == ["FA3"]
+    for fmt in (BF16_576, BF16_512, FP8_NOPE):
+        workload = workloads.SparseDecode(3, 1, 4, 200, 128, format=fmt)
+        outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)
+        assert outcome.failures == outcome.refusals == {}
+        assert [found.peer for found in outcome.rows] == ["FA3"]
+        assert ("over bfloat16 rows" in outcome.rows[0].note) == (fmt is FP8_NOPE)
     for other in (SMALL[2], SMALL[6], SMALL[8]):  # FP8, two tokens a request, a second cache
         assert peer.supports(other) is not None
 
@@ -688,6 +697,7 @@ def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):
 
     def paged(q, q_sf, kv_cache, weights, lens, table, schedule, max_context_len, indices):
         assert (kv_cache.shape[1:], schedule, weights.dim()) == ((64, 1, 132), "schedule", 2)
+        assert q.shape[2] in (32, 64)  # 16 heads are padded
         assert int(lens.max()) <= max_context_len
         scores = ops.indexer_scores_paged(
             q,
@@ -714,6 +724,7 @@ def test_deepgemm_gets_the_inputs_in_its_layout(timer, monkeypatch):
         (workloads.IndexerTopk(3, 1, 70, 16), "DeepGEMM + torch.topk"),
         (workloads.IndexerTopk(1, 9, 70, 8, ratio=4), "DeepGEMM + torch.topk"),
         (workloads.IndexerTopk(3, 1, 70, 8, ratio=4), "DeepGEMM + torch.topk"),
+        (workloads.IndexerTopk(3, 1, 70, 8, ratio=4, heads=16), "DeepGEMM + torch.topk"),
     ):
         peer = object.__new__(peers.DeepGEMM)
         outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP)

@@ -58,6 +58,13 @@ PADDING = {
     "indexer_scores": [{"row_ends": 0}],
     "indexer_scores_paged": [NO_KEYS, {"page_table": -1}],
     "indexer_topk": [NO_KEYS, {"page_table": -1}, {"input_row_offsets": 0}],
+    "indexer_topk_blocks": [NO_KEYS, {"page_table": -1}, {"input_row_offsets": 0}],
+    "indexer_topk_of_blocks": [
+        NO_KEYS,
+        {"page_table": -1},
+        {"blocks": -1},
+        {"input_row_offsets": 0},
+    ],
     "sparse_prefill": [NOTHING, {"topk_lengths": 0}, NOTHING | {"extra_topk_indices": -1}],
     "sparse_attention": [NOTHING, {"topk_lengths": 0}],
     "sparse_attention_backward": [NOTHING],

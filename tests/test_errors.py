@@ -38,7 +38,9 @@ from sparsemla_lab.testing.cases import (
     index_loss_case,
     indexer_scores_case,
     indexer_scores_paged_case,
+    indexer_topk_blocks_case,
     indexer_topk_case,
+    indexer_topk_of_blocks_case,
     merge_topk_case,
     mla_layer,
     own_positions_case,
@@ -275,6 +277,16 @@ CALLS = {
     "indexer_topk": lambda: (
         indexer_topk_case(Draw(10)) | {"out": torch.empty(11, 16, dtype=torch.int32)}
     ),
+    "indexer_topk_blocks": lambda: (
+        indexer_topk_blocks_case(Draw(10))
+        | {
+            "out": torch.empty(11, 16, dtype=torch.int32),
+            "blocks_out": torch.empty(11, 3, dtype=torch.int32),
+        }
+    ),
+    "indexer_topk_of_blocks": lambda: (
+        indexer_topk_of_blocks_case(Draw(10)) | {"out": torch.empty(11, 16, dtype=torch.int32)}
+    ),
     "sparse_prefill": lambda: (
         attention_outputs(
             sparse_prefill_case(Draw(11), head_dim=512, with_sink=True, with_lengths=True), 5, 8
@@ -429,6 +441,9 @@ FREE = {
     ("select_topk", "page_table", 1),
     ("indexer_scores_paged", "page_table", 1),
     ("indexer_topk", "page_table", 1),
+    ("indexer_topk_blocks", "page_table", 1),
+    ("indexer_topk_of_blocks", "page_table", 1),
+    ("indexer_topk_of_blocks", "blocks", 1),
     ("dense_decode", "page_table", 1),
     ("sparse_prefill", "kv", 0),
     ("sparse_prefill", "topk_indices", 1),
@@ -572,6 +587,14 @@ VALUES = [
     ("indexer_topk", "seq_lens", with_value("seq_lens", 0, 10**6)),
     ("indexer_topk", "page_table", with_value("page_table", (0, 1), 10**6)),
     ("indexer_topk", "input_row_offsets", with_value("input_row_offsets", -1, 10)),
+    ("indexer_topk_blocks", "seq_lens", with_value("seq_lens", 0, 10**6)),
+    ("indexer_topk_of_blocks", "page_table", with_value("page_table", (0, 1), 10**6)),
+    (
+        "indexer_topk_of_blocks",
+        "blocks must ascend in each row, and negative ones come last, got [7, 7, 9, -1, -1] for",
+        with_value("blocks", 2, torch.tensor([7, 7, 9, -1, -1])),
+    ),
+    ("indexer_topk_of_blocks", "blocks", with_value("blocks", 0, torch.tensor([1, -1, 2, 3, 4]))),
 ]
 
 
@@ -627,6 +650,14 @@ OTHERS = [
     ("indexer_topk", "ratio", with_arguments(ratio=0)),
     ("indexer_topk", "max_workspace_bytes", with_arguments(max_workspace_bytes=0)),
     ("indexer_topk", "index_q", with_arguments(index_q=torch.zeros(11, 32, 128).bfloat16())),
+    ("indexer_topk_blocks", "topk", with_arguments(topk=0)),
+    ("indexer_topk_blocks", "topk_blocks", with_arguments(topk_blocks=0)),
+    ("indexer_topk_blocks", "block_size", with_arguments(block_size=0)),
+    ("indexer_topk_blocks", "block_size", with_arguments(block_size=1025)),
+    ("indexer_topk_of_blocks", "topk", with_arguments(topk=0)),
+    ("indexer_topk_of_blocks", "block_size", with_arguments(block_size=0)),
+    ("indexer_topk_of_blocks", "blocks", with_arguments(blocks=torch.zeros(11, 5))),
+    ("indexer_topk_of_blocks", "blocks", with_arguments(blocks=torch.zeros(10, 5).int())),
     ("sparse_prefill", "q_rope", with_arguments(q_rope=torch.zeros(5, 8, 64).bfloat16())),
     ("sparse_prefill", "q_rope", with_arguments(q_rope=torch.zeros(5, 8, 0))),
     (
@@ -974,6 +1005,8 @@ def test_numpy_scalars_are_accepted():
         "select_topk": ["topk", "page_size"],
         "merge_topk": ["topk"],
         "indexer_topk": ["topk", "ratio", "max_workspace_bytes"],
+        "indexer_topk_blocks": ["topk", "topk_blocks", "block_size"],
+        "indexer_topk_of_blocks": ["topk", "block_size"],
         "indexer_scores_paged": ["max_seq_len", "ratio"],
         "sparse_attention": ["list_tokens"],
         "sparse_attention_backward": ["list_tokens", "max_workspace_bytes"],
@@ -993,6 +1026,7 @@ READ_LSE = {
 }
 """Ops that read the results of a forward pass."""
 RESULTS = {"out", "lse", "max_logits", "kv_out", "weights_out", "lengths", "counts", "token_mask"}
+RESULTS |= {"blocks_out"}
 MISSES = {"miss_slots", "miss_rows", "miss_counts", "new_counts"}
 OUTPUTS = [
     (op, name)
@@ -1017,6 +1051,8 @@ INDEX_QUERIES = {  # the dim of the heads, in the queries and their weights
     "indexer_scores": 1,
     "indexer_scores_paged": 2,
     "indexer_topk": 1,
+    "indexer_topk_blocks": 1,
+    "indexer_topk_of_blocks": 1,
 }
 
 
@@ -1153,7 +1189,15 @@ def test_uint32_equals_int32(op, name):
     unsigned[name] = unsigned[name].int().view(torch.uint32)
     getattr(sparsemla, op)(**signed)
     getattr(sparsemla, op)(**unsigned)
-    for key in ("out", "lse", "max_logits", "weights_out", "lengths", *sorted(MISSES)):
+    for key in (
+        "out",
+        "lse",
+        "max_logits",
+        "weights_out",
+        "blocks_out",
+        "lengths",
+        *sorted(MISSES),
+    ):
         if key in signed and key != name:
             assert_equal(key, unsigned[key], signed[key])
     for was, now in zip(cache_bytes(signed), cache_bytes(unsigned), strict=True):

@@ -30,6 +30,8 @@ CONSTANTS = {
     "select_rows",
     "merge_topk",
     "indexer_topk",
+    "indexer_topk_blocks",
+    "indexer_topk_of_blocks",
     "attention_target",
     "index_loss",
     "dense_index_loss",
@@ -169,8 +171,9 @@ def test_tangents_are_propagated_or_refused(op, name):
         case = changed(CALLS[op](), name, with_tangent)
         if op in CONSTANTS - {"attention_target", "dense_index_loss", "select_rows"}:
             result = getattr(sparsemla, op)(**case)
-            tangent = forward_ad.unpack_dual(result).tangent
-            assert (tangent is not None) == (name in DIFFERENTIABLE.get(op, ()))
+            for each in result if isinstance(result, tuple) else (result,):
+                tangent = forward_ad.unpack_dual(each).tangent
+                assert (tangent is not None) == (name in DIFFERENTIABLE.get(op, ()))
             return
         with pytest.raises(ValueError, match=f"{op}: .*must not have a tangent"):
             getattr(sparsemla, op)(**case)

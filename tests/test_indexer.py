@@ -21,6 +21,7 @@ from sparsemla_lab.testing.cases import (
     Draw,
     indexer_scores_case,
     indexer_scores_paged_case,
+    indexer_topk_blocks_case,
     indexer_topk_case,
 )
 from sparsemla_lab.testing.compare import (
@@ -114,6 +115,39 @@ def test_selections_of_pooled_keys_do_not_depend_on_the_chunks(device, ratio):
     counts = [(position + 1) // ratio for position in range(300)]
     alone = {"ratio": 1, "causal": False, "page_table": case["page_table"].expand(300, -1)}
     assert_equal("alone", select(0, 300, list(range(301)), counts, **alone), whole)
+
+
+@pytest.mark.parametrize("page_size", [1, 61, 64])
+def test_blocks_divide_the_keys_of_a_selection(device, page_size):
+    """Among all blocks the selection is that of all keys, among others that of their keys alone."""
+    sizes = {"query_lens": [5, 1], "seq_lens": [200, 90], "topk": 16, "page_size": page_size}
+    case = indexer_topk_blocks_case(Draw(46, device), **sizes, topk_blocks=4)
+    chosen, blocks = sparsemla.indexer_topk_blocks(**case)
+    request = {name: value for name, value in case.items() if name != "topk_blocks"}
+    all_blocks = torch.arange(25, device=device).expand(6, 25)
+    within = sparsemla.indexer_topk_of_blocks(**request, blocks=all_blocks)
+    assert_equal("among all blocks", within, chosen)
+    best = sparsemla.indexer_topk_of_blocks(**request | {"topk": 1}, blocks=blocks)
+    alone = sparsemla.indexer_topk_blocks(**case | {"topk": 1})[0]
+    assert_equal("the best key is in the best blocks", best, alone)
+    within = sparsemla.indexer_topk_of_blocks(**request, blocks=blocks)
+    last = torch.tensor([195, 196, 197, 198, 199, 89], device=device) // 8
+    for token in range(6):
+        kept = blocks[token].tolist()
+        assert int(last[token]) in kept
+        assert kept == sorted(set(kept))
+        assert set((within[token] // 8).tolist()) <= set(kept)
+    for limit in (1, 5000):
+        options = {"max_workspace_bytes": limit}
+        for name, got, wanted in zip(
+            ("keys", "blocks"),
+            sparsemla.indexer_topk_blocks(**case, **options),
+            (chosen, blocks),
+            strict=True,
+        ):
+            assert_equal(f"{name} in {limit} bytes", got, wanted)
+        got = sparsemla.indexer_topk_of_blocks(**request, blocks=blocks, **options)
+        assert_equal(f"among blocks in {limit} bytes", got, within)
 
 
 @pytest.mark.parametrize(("step", "rejected"), [(3, True), (7, False), (129, False)])

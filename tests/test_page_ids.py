@@ -10,7 +10,9 @@ from sparsemla_lab.testing.cases import (
     dense_decode_case,
     gather_dequant_case,
     indexer_scores_paged_case,
+    indexer_topk_blocks_case,
     indexer_topk_case,
+    indexer_topk_of_blocks_case,
 )
 from sparsemla_lab.testing.compare import assert_equal, check_op, run_op
 
@@ -42,6 +44,12 @@ PAGED = {
     ),
     "indexer_topk, slots": lambda draw: indexer_topk_case(
         draw, query_lens=[1, 1], seq_lens=[140, 30], topk=100, as_slots=True
+    ),
+    "indexer_topk_blocks": lambda draw: indexer_topk_blocks_case(
+        draw, query_lens=[1, 1], seq_lens=[140, 30], topk=100, topk_blocks=20
+    ),
+    "indexer_topk_of_blocks": lambda draw: indexer_topk_of_blocks_case(
+        draw, query_lens=[1, 1], seq_lens=[140, 30], topk=20, num_blocks=16
     ),
 }
 

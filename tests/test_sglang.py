@@ -23,10 +23,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import sparsemla
 from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, PagedCache, reference
 from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla_lab.bench.report import BEGIN, END
 from sparsemla_lab.bench.timing import Prepared, Timing
+from sparsemla_lab.testing.cases import Draw, indexer_topk_blocks_case
 from sparsemla_lab.testing.compare import SPARSE_DECODE_OUT, assert_close, assert_equal
 
 if importlib.util.find_spec("sglang") is None:
@@ -1330,3 +1332,33 @@ def test_a_hook_that_does_not_take_ends_the_process(processes):
     last = log.splitlines()[-1]
     assert last.startswith("sparsemla: SGLang does not start: the hooks of sglang.")
     assert "_forward_fa3 did not take" in last
+
+
+@pytest.mark.parametrize(("topk_blocks", "topk"), [(3, 16), (6, 40), (40, 20)])
+def test_candidate_blocks_are_those_of_deepseek_v41(topk_blocks, topk):
+    """SGLang's functions of DeepSeek-V4.1 make the same blocks, and the same keys of them."""
+    from sglang.kernels.ops.attention.dsv4 import candidate_blocks
+
+    lens = torch.tensor([150, 97, 64, 8, 3])
+    sizes = {"query_lens": [1] * 5, "seq_lens": (2 * lens + 1).tolist(), "ratio": 2}
+    case = indexer_topk_blocks_case(Draw(5), **sizes, topk=topk, topk_blocks=topk_blocks)
+    # Whole numbers tie, and torch.topk gives ties to any column.
+    case["weights"] = torch.rand_like(case["weights"]) + 0.5
+    scores = reference.indexer_scores_paged(
+        case["index_q"][:, None],
+        case["weights"][:, None],
+        case["cache"],
+        case["page_table"],
+        case["seq_lens"],
+        max_seq_len=150,
+        ratio=2,
+    )[:, 0]
+    assert all(len(row[:n].unique()) == n for row, n in zip(scores, lens, strict=True))
+    theirs = candidate_blocks.select_candidate_block_ids(scores, lens[:, None], topk_blocks, 8)
+    _, blocks = sparsemla.indexer_topk_blocks(**case)
+    request = {name: value for name, value in case.items() if name != "topk_blocks"}
+    chosen = sparsemla.indexer_topk_of_blocks(**request, blocks=blocks)
+    keys = candidate_blocks.topk_among_blocks(scores, lens, theirs, topk, 8)
+    for ours, others in ((blocks, theirs), (chosen, keys)):
+        for got, wanted in zip(ours.tolist(), others.tolist(), strict=True):
+            assert [i for i in got if i >= 0] == sorted(i for i in wanted if i >= 0)

@@ -369,7 +369,7 @@ def test_unknown_parts_are_refused():
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("deepseek_v41", "its layers share entries and select them in two steps"),
+        ("deepseek_v41", "its layers share entries, and transformers has no class of it"),
         ("hy_v4_vl_text", "its positions have three axes"),
         ("llama", "it has no kv_lora_rank"),
         ("some_mla", "no test compares its attention"),

@@ -532,7 +532,7 @@ def test_the_report_of_all_ops_is_short(monkeypatch):
     text = markdown(replace(found, ops=ops), "cpu")
     assert "- tiers that ran: cpu, sm80, triton\n" in text
     assert all(f"| {op} | " in text for op in MATRIX)
-    assert len(text.splitlines()) < 60
+    assert len(text.splitlines()) < len(MATRIX) + 22  # a line for each op
     assert max(map(len, text.splitlines())) < 200
 
 

@@ -134,6 +134,8 @@ __all__ = [
     "indexer_scores",
     "indexer_scores_paged",
     "indexer_topk",
+    "indexer_topk_blocks",
+    "indexer_topk_of_blocks",
     "merge_states",
     "merge_topk",
     "merge_workspace_size",

@@ -54,6 +54,37 @@ def best(num_tokens):
     )
 
 
+def candidates(num_tokens):
+    """DeepSeek-V4.1: keys of two tokens, 2048 blocks of 8."""
+    return {
+        "index_q": meta(num_tokens, 32, 128, dtype=E4M3),
+        "weights": meta(num_tokens, 32, dtype=torch.bfloat16),
+        "cache": PagedCache.allocate(INDEX_FP8, 4096, 64, device="meta"),
+        "input_row_offsets": meta(5),
+        "seq_lens": meta(4),
+        "page_table": meta(4, 512),
+        "topk": 512,
+        "block_size": 8,
+        "ratio": 2,
+        "out": meta(num_tokens, 512),
+    }
+
+
+def blocks_of(num_tokens):
+    blocks = meta(num_tokens, 2048)
+    arguments = candidates(num_tokens) | {"topk_blocks": 2048, "blocks_out": blocks}
+    dispatch.load("indexer_topk_blocks", "triton")(**arguments)
+
+
+def best_of_blocks(num_tokens, fmt=INDEX_FP8, page_size=64, block_size=8):
+    arguments = candidates(num_tokens) | {"blocks": meta(num_tokens, 2048)}
+    cache = PagedCache.allocate(fmt, 4096, page_size, device="meta")
+    index_q = meta(num_tokens, 32, fmt.head_dim, dtype=fmt.query_dtype)
+    dispatch.load("indexer_topk_of_blocks", "triton")(
+        **arguments | {"cache": cache, "index_q": index_q, "block_size": block_size}
+    )
+
+
 LAUNCHES = {
     "ragged 64 x 128": functools.partial(ragged, 64, 128, E4M3),
     "ragged 32 x 128, bf16": functools.partial(ragged, 32, 128, torch.bfloat16),
@@ -66,4 +97,8 @@ LAUNCHES = {
     "paged 128 x 256": functools.partial(paged, 128, e4m3_format(256, 256, 0), 1),
     "best of 4096": functools.partial(best, 4096),
     "best of 8": functools.partial(best, 8),
+    "blocks of 8": functools.partial(blocks_of, 8),
+    "best of blocks of 8": functools.partial(best_of_blocks, 8),
+    "best of blocks of 8, mxfp4": functools.partial(best_of_blocks, 8, INDEX_MXFP4),
+    "best of blocks of 8, bf16, odd": functools.partial(best_of_blocks, 8, bf16_format(96), 7, 5),
 }

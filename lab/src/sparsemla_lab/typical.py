@@ -89,6 +89,14 @@ _DENSE_LOSS = Typical(
     HEADS | DTYPE | TOKENS,
 )
 _SCORES = {"num_tokens": 64, "num_heads": 64, "topk": 128}
+_CANDIDATES = {
+    "num_tokens": 64,
+    "num_heads": 32,
+    "topk": 512,
+    "format": INDEX_FP8,
+    "block_size": 8,
+    "exact": False,
+}
 
 TYPICAL = {
     "sparse_decode": Typical(
@@ -177,6 +185,16 @@ TYPICAL = {
     "indexer_topk": Typical(
         _queries(cases.indexer_topk_case, "seq_lens"),
         {"num_tokens": 64, "num_heads": 64, "topk": 2048, "format": INDEX_FP8, "exact": False},
+        FORMAT | HEADS | TOKENS | TOPK,
+    ),
+    "indexer_topk_blocks": Typical(
+        _queries(cases.indexer_topk_blocks_case, "seq_lens"),
+        _CANDIDATES | {"topk_blocks": 2048},
+        FORMAT | HEADS | TOKENS | TOPK,
+    ),
+    "indexer_topk_of_blocks": Typical(
+        _queries(cases.indexer_topk_of_blocks_case, "seq_lens"),
+        _CANDIDATES | {"num_blocks": 2048},
         FORMAT | HEADS | TOKENS | TOPK,
     ),
     "select_topk": Typical(

@@ -3,7 +3,13 @@
 from sparsemla.ops.branch import decode_branch, prefill_branch
 from sparsemla.ops.decode import dense_decode, merge_states, sparse_decode
 from sparsemla.ops.gather import entry_slots, gather_dequant, to_slots, visible_slots
-from sparsemla.ops.indexer import indexer_scores, indexer_scores_paged, indexer_topk
+from sparsemla.ops.indexer import (
+    indexer_scores,
+    indexer_scores_paged,
+    indexer_topk,
+    indexer_topk_blocks,
+    indexer_topk_of_blocks,
+)
 from sparsemla.ops.lists import own_positions, share_lists
 from sparsemla.ops.losses import (
     attention_target,
@@ -45,6 +51,8 @@ __all__ = [
     "indexer_scores",
     "indexer_scores_paged",
     "indexer_topk",
+    "indexer_topk_blocks",
+    "indexer_topk_of_blocks",
     "merge_states",
     "merge_topk",
     "own_positions",

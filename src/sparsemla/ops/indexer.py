@@ -6,12 +6,20 @@ from torch import Tensor
 from sparsemla.cache import PagedCache
 from sparsemla.checks import FLOATS, INTEGERS, Checker
 from sparsemla.kernels import indexer
-from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.indexer.arguments import (
+    IndexerScores,
+    IndexerScoresPaged,
+    IndexerTopk,
+    IndexerTopkBlocks,
+    IndexerTopkOfBlocks,
+)
 from sparsemla.kernels.repeat import repeated
 from sparsemla.ops._library import operator
 
 QUERIES = (torch.float8_e4m3fn, torch.bfloat16)
 WEIGHTS = FLOATS
+MAX_BLOCK_SIZE = 1024
+"""Most keys of a block: a program holds a block's scores in registers."""
 
 _indexer_scores = operator(indexer.INDEXER_SCORES)
 
@@ -216,23 +224,21 @@ def indexer_topk(
             [ 0,  1,  2,  3]], dtype=torch.int32)
     """
     check = Checker("indexer_topk", gradients="all")
-    check.cache("cache", cache)
-    check.tensor("index_q", index_q, "T HI D", check.query_dtype(cache))
-    check.index_heads()
-    check.head_dim("index_q", cache)
-    check.tensor("weights", weights, "T HI", WEIGHTS)
-    page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
-    seq_lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS)
-    check.bind("B+1", seq_lens.shape[0] + 1)
-    input_row_offsets = check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
+    input_row_offsets, seq_lens, page_table = _check_ragged(
+        check,
+        index_q,
+        weights,
+        cache,
+        input_row_offsets,
+        seq_lens,
+        page_table,
+        causal=causal,
+        ratio=ratio,
+        max_workspace_bytes=max_workspace_bytes,
+        validate=validate,
+    )
     check.positive("topk", topk)
-    check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
-    check.kind("causal", causal, bool)
-    check.positive("ratio", ratio)
     check.kind("as_slots", as_slots, bool)
-    if check.validates(validate):
-        check.offsets("input_row_offsets", input_row_offsets, index_q.shape[0])
-        check.paging(cache, page_table, seq_lens, ratio=ratio)
     check.bind("K", topk)
     out = check.output("out", out, "T K", torch.int32)
     _indexer_topk(
@@ -252,3 +258,268 @@ def indexer_topk(
         )
     )
     return out
+
+
+_indexer_topk_blocks = operator(indexer.INDEXER_TOPK_BLOCKS)
+
+
+@repeated
+def indexer_topk_blocks(
+    index_q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    input_row_offsets: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    *,
+    topk: int,
+    topk_blocks: int,
+    block_size: int,
+    causal: bool = True,
+    ratio: int = 1,
+    max_workspace_bytes: int = 256 << 20,
+    validate: bool = False,
+    out: Tensor | None = None,
+    blocks_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`indexer_topk`, and the best blocks of keys, among which later layers select.
+
+    Block ``i`` of a request has the keys at positions ``i * block_size`` to
+    ``(i + 1) * block_size - 1``. Its score is the best score of those that the token sees, and NaN
+    counts as -inf. The block with the last key that the token sees is always chosen, and so are all
+    of at most ``topk_blocks``; ties go to the lower block. :func:`indexer_topk_of_blocks` takes the
+    blocks.
+
+    Args:
+        index_q: as for :func:`indexer_topk`, like all arguments that are not listed.
+        weights: as there.
+        cache: as there.
+        input_row_offsets: as there.
+        seq_lens: as there.
+        page_table: as there.
+        topk: keys of a token, any positive number.
+        topk_blocks: blocks of a token, any positive number.
+        block_size: keys of a block.
+        causal: mask later keys.
+        ratio: tokens of a key.
+        max_workspace_bytes: bound on the memory of the scores, as for :func:`indexer_topk`; at
+            least one token is processed at a time.
+        validate: read the offsets, lengths and page ids and refuse values out of range.
+        out: int32 ``[T, topk]``, written.
+        blocks_out: int32 ``[T, topk_blocks]``, written.
+
+    Returns:
+        The selection of :func:`indexer_topk`, and the blocks, int32 ``[T, topk_blocks]``: they
+        ascend, then -1.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format.
+
+    Source: DeepSeek-V4.1, the layer ``candidate_source_layer_id``; vLLM's
+    ``select_candidate_blocks``.
+
+    >>> from sparsemla import INDEX_FP8, PagedCache
+    >>> cache = PagedCache.allocate(INDEX_FP8, num_pages=4, page_size=64)
+    >>> index_q = torch.randn(1, 64, 128).to(torch.float8_e4m3fn)
+    >>> request = torch.tensor([0, 1]), torch.tensor([21]), torch.tensor([[3]])
+    >>> sizes = {"topk": 2, "topk_blocks": 2, "block_size": 8}
+    >>> indexer_topk_blocks(index_q, torch.ones(1, 64), cache, *request, **sizes)
+    (tensor([[0, 1]], dtype=torch.int32), tensor([[0, 2]], dtype=torch.int32))
+    """
+    check = Checker("indexer_topk_blocks", gradients="all")
+    input_row_offsets, seq_lens, page_table = _check_ragged(
+        check,
+        index_q,
+        weights,
+        cache,
+        input_row_offsets,
+        seq_lens,
+        page_table,
+        causal=causal,
+        ratio=ratio,
+        max_workspace_bytes=max_workspace_bytes,
+        validate=validate,
+    )
+    check.positive("topk", topk)
+    check.positive("topk_blocks", topk_blocks)
+    check.positive("block_size", block_size, MAX_BLOCK_SIZE + 1)
+    check.bind("K", topk)
+    check.bind("topk_blocks", topk_blocks)
+    out = check.output("out", out, "T K", torch.int32)
+    blocks_out = check.output("blocks_out", blocks_out, "T topk_blocks", torch.int32)
+    _indexer_topk_blocks(
+        IndexerTopkBlocks(
+            index_q,
+            weights,
+            cache,
+            input_row_offsets,
+            seq_lens,
+            page_table,
+            topk,
+            topk_blocks,
+            block_size,
+            causal,
+            ratio,
+            max_workspace_bytes,
+            out,
+            blocks_out,
+        )
+    )
+    return out, blocks_out
+
+
+_indexer_topk_of_blocks = operator(indexer.INDEXER_TOPK_OF_BLOCKS)
+
+
+@repeated
+def indexer_topk_of_blocks(
+    index_q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    input_row_offsets: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    blocks: Tensor,
+    *,
+    topk: int,
+    block_size: int,
+    causal: bool = True,
+    ratio: int = 1,
+    max_workspace_bytes: int = 256 << 20,
+    validate: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """:func:`indexer_topk` among the keys of each token's own blocks; no other key is read.
+
+    The keys of a token are those of its blocks that :func:`indexer_topk` would offer it, so the
+    work does not grow with the context. :func:`to_slots` makes slots of the positions.
+
+    Args:
+        index_q: as for :func:`indexer_topk`, like all arguments that are not listed.
+        weights: as there.
+        cache: as there.
+        input_row_offsets: as there.
+        seq_lens: as there.
+        page_table: as there.
+        blocks: int32, int64 or uint32 ``[T, C]``, blocks of ``block_size`` keys as
+            :func:`indexer_topk_blocks` returns them: they ascend, and negative ones come last.
+            Blocks behind the last key that a token sees name nothing. In any other order the
+            result is some of the listed keys.
+        topk: k, any positive number.
+        block_size: keys of a block.
+        causal: mask later keys.
+        ratio: tokens of a key.
+        max_workspace_bytes: bound on the memory of the scores; at least one token, with 4 bytes for
+            each key of its blocks, is processed at a time.
+        validate: read the offsets, lengths, page ids and blocks and refuse values out of range, and
+            blocks that do not ascend.
+        out: int32 ``[T, topk]``, written.
+
+    Returns:
+        int32 ``[T, topk]``, ascending positions in the request, then -1.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind, dtype, shape, device or format.
+
+    Source: DeepSeek-V4.1, the layers behind ``candidate_source_layer_id``; vLLM's
+    ``sparse_mqa_indexer``, SGLang's ``topk_among_blocks``.
+
+    >>> from sparsemla import INDEX_FP8, PagedCache
+    >>> cache = PagedCache.allocate(INDEX_FP8, num_pages=4, page_size=64)
+    >>> index_q = torch.randn(1, 64, 128).to(torch.float8_e4m3fn)
+    >>> request = torch.tensor([0, 1]), torch.tensor([21]), torch.tensor([[3]])
+    >>> indexer_topk_of_blocks(
+    ...     index_q,
+    ...     torch.ones(1, 64),
+    ...     cache,
+    ...     *request,
+    ...     torch.tensor([[1, 2]]),
+    ...     topk=3,
+    ...     block_size=8,
+    ... )
+    tensor([[ 8,  9, 10]], dtype=torch.int32)
+    """
+    check = Checker("indexer_topk_of_blocks", gradients="all")
+    input_row_offsets, seq_lens, page_table = _check_ragged(
+        check,
+        index_q,
+        weights,
+        cache,
+        input_row_offsets,
+        seq_lens,
+        page_table,
+        causal=causal,
+        ratio=ratio,
+        max_workspace_bytes=max_workspace_bytes,
+        validate=validate,
+    )
+    blocks = check.tensor("blocks", blocks, "T C", INTEGERS)
+    check.positive("topk", topk)
+    check.positive("block_size", block_size, MAX_BLOCK_SIZE + 1)
+    if validate:
+        _check_blocks(check.op, blocks)
+    check.bind("K", topk)
+    out = check.output("out", out, "T K", torch.int32)
+    _indexer_topk_of_blocks(
+        IndexerTopkOfBlocks(
+            index_q,
+            weights,
+            cache,
+            input_row_offsets,
+            seq_lens,
+            page_table,
+            blocks,
+            topk,
+            block_size,
+            causal,
+            ratio,
+            max_workspace_bytes,
+            out,
+        )
+    )
+    return out
+
+
+def _check_ragged(
+    check: Checker,
+    index_q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    input_row_offsets: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    *,
+    causal: bool,
+    ratio: int,
+    max_workspace_bytes: int,
+    validate: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check the queries and keys of ragged requests; returns the checked offsets and tables."""
+    check.cache("cache", cache)
+    check.tensor("index_q", index_q, "T HI D", check.query_dtype(cache))
+    check.index_heads()
+    check.head_dim("index_q", cache)
+    check.tensor("weights", weights, "T HI", WEIGHTS)
+    page_table = check.tensor("page_table", page_table, "B W", INTEGERS)
+    seq_lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS)
+    check.bind("B+1", seq_lens.shape[0] + 1)
+    input_row_offsets = check.tensor("input_row_offsets", input_row_offsets, "B+1", INTEGERS)
+    check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
+    check.kind("causal", causal, bool)
+    check.positive("ratio", ratio)
+    if check.validates(validate):
+        check.offsets("input_row_offsets", input_row_offsets, index_q.shape[0])
+        check.paging(cache, page_table, seq_lens, ratio=ratio)
+    return input_row_offsets, seq_lens, page_table
+
+
+def _check_blocks(op: str, blocks: Tensor) -> None:
+    """Check the values of lists of blocks: the negative ones come last, the others ascend."""
+    before, after = blocks[:, :-1], blocks[:, 1:]
+    wrong = ((after >= 0) & ((before < 0) | (after <= before))).any(1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"{op}: blocks must ascend in each row, and negative ones come last, got "
+            f"{blocks[row].tolist()} for token {row}"
+        )

@@ -8,7 +8,13 @@ bfloat16.
 from sparsemla.reference.branch import decode_branch, prefill_branch
 from sparsemla.reference.decode import dense_decode, merge_states, sparse_decode
 from sparsemla.reference.gather import entry_slots, gather_dequant, to_slots, visible_slots
-from sparsemla.reference.indexer import indexer_scores, indexer_scores_paged, indexer_topk
+from sparsemla.reference.indexer import (
+    indexer_scores,
+    indexer_scores_paged,
+    indexer_topk,
+    indexer_topk_blocks,
+    indexer_topk_of_blocks,
+)
 from sparsemla.reference.lists import own_positions, share_lists
 from sparsemla.reference.losses import (
     attention_target,
@@ -50,6 +56,8 @@ __all__ = [
     "indexer_scores",
     "indexer_scores_paged",
     "indexer_topk",
+    "indexer_topk_blocks",
+    "indexer_topk_of_blocks",
     "merge_states",
     "merge_topk",
     "own_positions",

@@ -20,9 +20,11 @@ from torch import Tensor
 from sparsemla import ops, reference
 from sparsemla.cache import PagedCache
 from sparsemla.formats import (
+    BF16_512,
     BF16_576,
     FP8_584,
     FP8_DS_MLA,
+    FP8_NOPE,
     INDEX_FP8,
     CacheFormat,
     e4m3_format,
@@ -72,6 +74,8 @@ Decode = Literal["aligned", "spread"]
 
 PAGE_SIZE = 64
 INDEX_HEADS, INDEX_DIM = 64, 128
+GLM53_ROWS = 2048 + 128
+"""Width of the lists of GLM-5.3-Flash: tokens of the selected pools, and room for the open one."""
 LATENT, NOPE, ROPE, VALUE = 512, 128, 64, 128
 """Dims of a latent row, and of a head's query without and with RoPE and of its value."""
 RUN = 64
@@ -1058,16 +1062,20 @@ class IndexerTopk(Workload):
     context: int
     topk: int
     ratio: int = 1
+    heads: int = INDEX_HEADS
     op: ClassVar[str] = "indexer_topk"
     unit: ClassVar[Literal["bf16", "fp8"]] = "fp8"
 
     @property
     def shape(self) -> dict[str, int]:
-        return {name: size for name, size in super().shape.items() if name != "ratio"}
+        sizes = super().shape.items()
+        return {name: size for name, size in sizes if name not in ("ratio", "heads")}
 
     @property
     def variant(self) -> str:
-        return "" if self.ratio == 1 else f"keys of {self.ratio} tokens"
+        keys = [f"keys of {self.ratio} tokens"] if self.ratio > 1 else []
+        heads = [f"{self.heads} heads"] if self.heads != INDEX_HEADS else []
+        return ", ".join(keys + heads)
 
     @property
     def keys(self) -> int:
@@ -1085,7 +1093,7 @@ class IndexerTopk(Workload):
 
     @property
     def flop(self) -> float:
-        return 2.0 * self._scores * INDEX_HEADS * INDEX_DIM
+        return 2.0 * self._scores * self.heads * INDEX_DIM
 
     def build(self, device: torch.device) -> Inputs:
         draw = _generator(device)
@@ -1093,8 +1101,8 @@ class IndexerTopk(Workload):
         num_tokens = self.batch * self.query_len
         starts = torch.arange(self.batch + 1, dtype=torch.int32, device=device)
         return {
-            "index_q": _index_queries(draw, num_tokens),
-            "weights": torch.randn(num_tokens, INDEX_HEADS, generator=draw, device=device),
+            "index_q": _index_queries(draw, num_tokens, self.heads),
+            "weights": torch.randn(num_tokens, self.heads, generator=draw, device=device),
             "cache": cache,
             "input_row_offsets": starts * self.query_len,
             "seq_lens": torch.full_like(starts[1:], self.context),
@@ -1107,7 +1115,7 @@ class IndexerTopk(Workload):
     def unique_bytes(self, inputs: Inputs) -> int:
         """Scores need not be stored."""
         num_tokens = self.batch * self.query_len
-        per_token = INDEX_HEADS * (INDEX_DIM + 4) + 4 * self.topk
+        per_token = self.heads * (INDEX_DIM + 4) + 4 * self.topk
         return self.batch * self.keys * INDEX_FP8.bytes_per_token + num_tokens * per_token
 
     def run(self, inputs: Inputs) -> Results:
@@ -1706,6 +1714,12 @@ def all_workloads() -> list[Workload]:
         ),
         *(SparseDecode(128, 1, heads, 32768, 2048, format=e4m3_format()) for heads in (128, 16)),
         *(
+            SparseDecode(batch, 1, heads, 32768, GLM53_ROWS, format=fmt)
+            for fmt in (BF16_512, FP8_NOPE)
+            for batch in (1, 8, 64)
+            for heads in (8, 64)
+        ),
+        *(
             WindowedDecode(batch, 1, heads, 128, 128, extra_context=32768, extra_topk=topk)
             for batch in (1, 4, 16, 64, 128)
             for heads in (128, 64)
@@ -1718,6 +1732,11 @@ def all_workloads() -> list[Workload]:
         *(SelectTopk(*shape, 2048) for shape in topk),
         *(IndexerTopk(*shape, 2048) for shape in indexer),
         *(IndexerTopk(*shape, topk, ratio=4) for shape in pooled for topk in (512, 1024)),
+        *(
+            IndexerTopk(batch, 1, 131072, 2048 // ratio, ratio, heads=16)
+            for ratio in (4, 16)
+            for batch in (1, 8, 64)
+        ),
         *(
             CacheWrite(tokens, heads, fmt)
             for fmt in (FP8_DS_MLA, BF16_576)
@@ -1799,8 +1818,8 @@ def _indexer(draw: torch.Generator, num_tokens: int, num_rows: int) -> Inputs:
     }
 
 
-def _index_queries(draw: torch.Generator, num_tokens: int) -> Tensor:
-    shape = num_tokens, INDEX_HEADS, INDEX_DIM
+def _index_queries(draw: torch.Generator, num_tokens: int, heads: int = INDEX_HEADS) -> Tensor:
+    shape = num_tokens, heads, INDEX_DIM
     return to_fp8(torch.randn(shape, generator=draw, device=draw.device))
 
 

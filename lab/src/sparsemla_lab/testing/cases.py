@@ -1512,6 +1512,37 @@ def indexer_topk_case(
     }
 
 
+def indexer_topk_blocks_case(
+    draw: Draw, *, topk_blocks: int = 3, block_size: int = 8, **options: object
+) -> Arguments:
+    """Arguments of ``indexer_topk_blocks``; others are those of :func:`indexer_topk_case`."""
+    arguments = indexer_topk_case(draw, **cast("dict[str, Any]", options))
+    del arguments["as_slots"]
+    return arguments | {"topk_blocks": topk_blocks, "block_size": block_size}
+
+
+def indexer_topk_of_blocks_case(
+    draw: Draw, *, num_blocks: int = 5, block_size: int = 8, **options: object
+) -> Arguments:
+    """Arguments of ``indexer_topk_of_blocks``; others are those of :func:`indexer_topk_case`.
+
+    A token lists up to ``num_blocks`` different blocks, some of them behind the last key it sees.
+    """
+    arguments = indexer_topk_case(draw, **cast("dict[str, Any]", options))
+    del arguments["as_slots"]
+    cache, table = cast("PagedCache", arguments["cache"]), cast("Tensor", arguments["page_table"])
+    most = table.shape[1] * cache.page_size // block_size + 2
+    num_tokens = len(cast("Tensor", arguments["index_q"]))
+    ranks = draw.normal(num_tokens, max(most, num_blocks))
+    chosen = ranks.argsort(1)[:, :num_blocks]
+    missing = torch.arange(num_blocks, device=draw.device) >= draw.integers(
+        0, num_blocks + 1, num_tokens, 1
+    )
+    chosen = chosen.masked_fill(missing, most).sort(1).values
+    blocks = chosen.masked_fill(chosen >= most, -1).int()
+    return arguments | {"blocks": blocks, "block_size": block_size}
+
+
 def adversarial_scores(draw: Draw, num_cols: int, topk: int) -> dict[str, Tensor]:
     """Rows ``[num_cols]`` that break naive selection by radix, threshold or sampling."""
     normal = draw.normal(num_cols)

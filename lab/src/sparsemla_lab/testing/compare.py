@@ -163,6 +163,8 @@ TOLERANCES: dict[str, tuple[Tolerance | None, ...]] = {
     "select_topk": (None,),
     "merge_topk": (None,),
     "indexer_topk": (None,),
+    "indexer_topk_blocks": (None, None),
+    "indexer_topk_of_blocks": (None,),
     "indexer_scores": (INDEXER_SCORES,),
     "indexer_scores_paged": (INDEXER_SCORES,),
     "sparse_prefill": (SPARSE_PREFILL_OUT, SPARSE_PREFILL_LSE, SPARSE_PREFILL_MAX_LOGITS),

@@ -597,6 +597,151 @@ def _indexer_topk() -> list[Case]:
     ]
 
 
+def _indexer_topk_blocks() -> list[Case]:
+    make = cases.indexer_topk_blocks_case
+    mixed = _batches((1, 130), (7, 64), (0, 0), (3, 3))
+    return [
+        *(
+            Case(fmt.name, build(make, batch=mixed, format=fmt), quick=fmt in QUICK_FORMATS)
+            for fmt in (*INDEX_FORMATS, *ODD_INDEX_FORMATS)
+        ),
+        *(
+            Case(
+                f"blocks of {size}, {count} of them",
+                build(make, batch=mixed, block_size=size, topk_blocks=count, topk=topk),
+                quick=size == 8,
+            )
+            for size, count, topk in ((1, 9, 16), (8, 1, 64), (7, 4, 3), (100, 2, 16), (1024, 1, 9))
+        ),
+        *(Case(f"pages of {size}", build(make, batch=mixed, page_size=size)) for size in (1, 61)),
+        Case("not causal", build(make, batch=mixed, causal=False), quick=True),
+        *(
+            Case(
+                f"{limit} bytes, ratio {ratio}", build(_blocks_of_missing_pages, limit, ratio=ratio)
+            )
+            for limit, ratio in ((1, 1), (4000, 1), (4000, 4))
+        ),
+        Case("tokens behind the last request", build(_blocks_of_padding)),
+        Case("NaN keys", build(_blocks_beside_nan)),
+        Case("infinite scores", build(_blocks_of_infinities)),
+        Case("ratio 2", build(make, batch=_batches(*((5, n + 5) for n in EDGES)), ratio=2)),
+        Case(
+            "2048 blocks of 8",
+            build(
+                make,
+                batch=_batches((1, 40000), (2, 16385), (1, 16384), (3, 100)),
+                topk=512,
+                topk_blocks=2048,
+                num_heads=32,
+            ),
+            large=True,
+        ),
+    ]
+
+
+def _blocks_of_missing_pages(draw: Draw, limit: int, ratio: int) -> Arguments:
+    arguments = _best_of_missing_pages(draw, limit, ratio=ratio)
+    del arguments["as_slots"]
+    return arguments | {"topk_blocks": 3, "block_size": 4}
+
+
+def _blocks_of_padding(draw: Draw) -> Arguments:
+    arguments = cases.indexer_topk_blocks_case(draw, query_lens=[3, 4], seq_lens=[50, 60])
+    return arguments | {"input_row_offsets": draw.tensor([0, 3, 5])}
+
+
+def _blocks_beside_nan(draw: Draw) -> Arguments:
+    """A block whose keys are NaN is chosen last, one with a single NaN by its other keys."""
+    arguments = _best_beside_nan(draw)
+    del arguments["as_slots"]
+    return arguments | {"topk_blocks": 4, "block_size": 4}
+
+
+def _blocks_of_infinities(draw: Draw) -> Arguments:
+    """Scores that overflow do not keep the last block out."""
+    arguments = cases.indexer_topk_blocks_case(
+        draw, query_lens=[2], seq_lens=[90], format=bf16_format(128), topk_blocks=1
+    )
+    return arguments | {"weights": torch.full_like(cast("Tensor", arguments["weights"]), 3e38)}
+
+
+def _indexer_topk_of_blocks() -> list[Case]:
+    make = cases.indexer_topk_of_blocks_case
+    mixed = _batches((1, 130), (7, 64), (0, 0), (3, 3))
+    return [
+        *(
+            Case(fmt.name, build(make, batch=mixed, format=fmt), quick=fmt in QUICK_FORMATS)
+            for fmt in (*INDEX_FORMATS, *ODD_INDEX_FORMATS)
+        ),
+        *(
+            Case(
+                f"{count} blocks of {size}, topk {topk}",
+                build(make, batch=mixed, block_size=size, num_blocks=count, topk=topk),
+                quick=size == 8,
+            )
+            for size, count, topk in (
+                (1, 40, 16),
+                (8, 9, 1),
+                (8, 3, 64),
+                (7, 5, 20),
+                (100, 2, 16),
+                (1024, 1, 9),
+            )
+        ),
+        *(Case(f"{heads} heads", build(make, batch=mixed, num_heads=heads)) for heads in (3, 64)),
+        *(Case(f"pages of {size}", build(make, batch=mixed, page_size=size)) for size in (1, 61)),
+        Case("not causal", build(make, batch=mixed, causal=False), quick=True),
+        *(
+            Case(
+                f"{limit} bytes, ratio {ratio}",
+                build(_best_of_some_missing_pages, limit, ratio=ratio),
+            )
+            for limit, ratio in ((1, 1), (1000, 1), (1000, 4))
+        ),
+        Case("tokens behind the last request", build(_best_of_listed_padding)),
+        Case("130 requests", build(_best_of_listed_requests)),
+        Case("int64", build(_best_of_listed_int64)),
+        Case("one layer of three", build(make, batch=mixed, num_layers=3)),
+        Case("ratio 2", build(make, batch=_batches(*((5, n + 5) for n in EDGES)), ratio=2)),
+        Case(
+            "2048 blocks of 8",
+            build(
+                make,
+                batch=_batches((1, 40000), (2, 16385), (1, 16384), (3, 100)),
+                topk=512,
+                num_blocks=2048,
+                num_heads=32,
+            ),
+            large=True,
+        ),
+    ]
+
+
+def _listed(draw: Draw, arguments: Arguments, size: int, count: int) -> Arguments:
+    """A call with the first blocks of each token, every second one."""
+    del arguments["as_slots"]
+    tokens = len(cast("Tensor", arguments["index_q"]))
+    blocks = draw.tensor(range(0, 2 * count, 2)).expand(tokens, count)
+    return arguments | {"blocks": blocks, "block_size": size}
+
+
+def _best_of_some_missing_pages(draw: Draw, limit: int, ratio: int) -> Arguments:
+    return _listed(draw, _best_of_missing_pages(draw, limit, ratio=ratio), 4, 6)
+
+
+def _best_of_listed_padding(draw: Draw) -> Arguments:
+    return _listed(draw, _best_of_padding(draw), 8, 4)
+
+
+def _best_of_listed_requests(draw: Draw) -> Arguments:
+    return _listed(draw, _best_of_many_requests(draw), 2, 2)
+
+
+def _best_of_listed_int64(draw: Draw) -> Arguments:
+    arguments = _listed(draw, _best_of_int64(draw), 8, 5)
+    return arguments | {"blocks": cast("Tensor", arguments["blocks"]).long()}
+
+
 def _best_of_missing_pages(draw: Draw, limit: int, **options: object) -> Arguments:
     """A prefill, drafts, an empty request and a decode, in a workspace of any size."""
     arguments = cases.indexer_topk_case(
@@ -2551,6 +2696,8 @@ MATRIX: dict[str, tuple[Case, ...]] = {
     "indexer_scores": tuple(_indexer_scores()),
     "indexer_scores_paged": tuple(_indexer_scores_paged()),
     "indexer_topk": tuple(_indexer_topk()),
+    "indexer_topk_blocks": tuple(_indexer_topk_blocks()),
+    "indexer_topk_of_blocks": tuple(_indexer_topk_of_blocks()),
     "select_topk": tuple(_select_topk()),
     "merge_topk": tuple(_merge_topk()),
     "sparse_prefill": tuple(_sparse_prefill()),

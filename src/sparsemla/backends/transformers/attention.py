@@ -49,7 +49,7 @@ LAYERS: dict[str, Callable[..., Layers]] = {
 PAGE_SIZE = 64
 
 NOT_SERVED = {
-    "deepseek_v41": "its layers share entries and select them in two steps, and no op here does",
+    "deepseek_v41": "its layers share entries, and transformers has no class of it to compare with",
     "hy_v4_vl_text": "its positions have three axes, and rows here have one",
 }
 """Related model types that are refused, with the reason."""

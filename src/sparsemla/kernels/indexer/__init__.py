@@ -8,7 +8,13 @@ from torch import Tensor
 from sparsemla.cache import aligned
 from sparsemla.kernels.common.device import describe
 from sparsemla.kernels.common.table import Kernel, LazyModule, Op
-from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.indexer.arguments import (
+    IndexerScores,
+    IndexerScoresPaged,
+    IndexerTopk,
+    IndexerTopkBlocks,
+    IndexerTopkOfBlocks,
+)
 
 if TYPE_CHECKING:
     from sparsemla.kernels.indexer import cpu, sm80, sm90, triton
@@ -101,4 +107,31 @@ INDEXER_TOPK = Op(
     outputs=("out",),
 )
 
-OPS = {op.name: op for op in (INDEXER_SCORES, INDEXER_SCORES_PAGED, INDEXER_TOPK)}
+INDEXER_TOPK_BLOCKS = Op(
+    "indexer_topk_blocks",
+    IndexerTopkBlocks,
+    (
+        Kernel("triton", lambda: triton.indexer_topk_blocks),
+        Kernel("cpu", lambda: cpu.indexer_topk_blocks),
+    ),
+    outputs=("out", "blocks_out"),
+)
+
+INDEXER_TOPK_OF_BLOCKS = Op(
+    "indexer_topk_of_blocks",
+    IndexerTopkOfBlocks,
+    (
+        Kernel("triton", lambda: triton.indexer_topk_of_blocks),
+        Kernel("cpu", lambda: cpu.indexer_topk_of_blocks),
+    ),
+    outputs=("out",),
+)
+
+_FAMILY = (
+    INDEXER_SCORES,
+    INDEXER_SCORES_PAGED,
+    INDEXER_TOPK,
+    INDEXER_TOPK_BLOCKS,
+    INDEXER_TOPK_OF_BLOCKS,
+)
+OPS = {op.name: op for op in _FAMILY}

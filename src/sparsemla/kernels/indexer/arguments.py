@@ -55,3 +55,68 @@ class IndexerTopk(NamedTuple):
     def num_keys(self) -> int:
         """Most keys of a request."""
         return self.page_table.shape[1] * self.cache.page_size
+
+
+class IndexerTopkBlocks(NamedTuple):
+    """Arguments of :func:`sparsemla.indexer_topk_blocks`."""
+
+    index_q: Tensor
+    weights: Tensor
+    cache: PagedCache
+    input_row_offsets: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    topk: int
+    topk_blocks: int
+    block_size: int
+    causal: bool = True
+    ratio: int = 1
+    max_workspace_bytes: int = 256 << 20
+    out: Tensor = ALLOCATED
+    blocks_out: Tensor = ALLOCATED
+
+    @property
+    def num_keys(self) -> int:
+        """Most keys of a request."""
+        return self.page_table.shape[1] * self.cache.page_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Most blocks of a request."""
+        return -(-self.num_keys // self.block_size)
+
+    @property
+    def scored(self) -> IndexerTopk:
+        """A selection that needs scores of the same tokens, those that leave out keys or blocks."""
+        fewest = min(self.topk, self.topk_blocks * self.block_size)
+        request = self.input_row_offsets, self.seq_lens, self.page_table
+        rows = self.index_q, self.weights, self.cache
+        return IndexerTopk(*rows, *request, fewest, self.causal, self.ratio, out=self.out)
+
+
+class IndexerTopkOfBlocks(NamedTuple):
+    """Arguments of :func:`sparsemla.indexer_topk_of_blocks`."""
+
+    index_q: Tensor
+    weights: Tensor
+    cache: PagedCache
+    input_row_offsets: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    blocks: Tensor
+    topk: int
+    block_size: int
+    causal: bool = True
+    ratio: int = 1
+    max_workspace_bytes: int = 256 << 20
+    out: Tensor = ALLOCATED
+
+    @property
+    def num_keys(self) -> int:
+        """Most keys of a request."""
+        return self.page_table.shape[1] * self.cache.page_size
+
+    @property
+    def num_listed(self) -> int:
+        """Most keys that a token's blocks have."""
+        return self.blocks.shape[1] * self.block_size

@@ -6,6 +6,7 @@ products of e4m3 values are multiples of 2^-18 below 2^18, and float64 adds up b
 without rounding. Heads are added in a fixed order.
 """
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -13,7 +14,13 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of, to_int32
 from sparsemla.kernels.common import cpu
-from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.indexer.arguments import (
+    IndexerScores,
+    IndexerScoresPaged,
+    IndexerTopk,
+    IndexerTopkBlocks,
+    IndexerTopkOfBlocks,
+)
 from sparsemla.kernels.topk.arguments import SelectTopk
 from sparsemla.kernels.topk.cpu import select_topk
 
@@ -22,6 +29,8 @@ KEYS_AT_ONCE = 2048
 
 TILE = 1 << 19
 """Logits of a block: 4 MiB of float64, which stay in the cache."""
+
+LARGEST = torch.finfo(torch.float32).max
 
 SELECTED_AT_ONCE = 1 << 20
 """Scores of a token in one selection; it takes about 25 bytes per score."""
@@ -56,24 +65,32 @@ def indexer_scores_paged(call: IndexerScoresPaged) -> None:
     out.fill_(-torch.inf)
     for request, longest in enumerate(ends.amax(1).tolist()):
         for part in cpu.blocks(longest, KEYS_AT_ONCE):
-            scores = _paged_scores(q[request], weights[request], cache, page_table, request, part)
-            outside = torch.arange(part.start, part.stop) >= ends[request, :, None]
+            at = torch.arange(part.start, part.stop)
+            scores = _paged_scores(q[request], weights[request], cache, page_table, request, at)
+            outside = at >= ends[request, :, None]
             out[request, :, part] = scores.masked_fill_(outside, -torch.inf)
 
 
-def indexer_topk(call: IndexerTopk) -> None:
-    q, weights, out = call.index_q, call.weights, call.out
-    num_keys, ratio, max_bytes = call.num_keys, call.ratio, call.max_workspace_bytes
-    offsets = call.input_row_offsets.clamp(0, len(q)).tolist()
-    out.fill_(-1)  # tokens of no request
+def _requests(
+    call: IndexerTopk | IndexerTopkBlocks | IndexerTopkOfBlocks,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Each request, its first token, and how many keys its tokens see (negative for none)."""
+    offsets = call.input_row_offsets.clamp(0, len(call.index_q)).tolist()
     for request, length in enumerate(call.seq_lens.clamp_min(0).tolist()):
         first, last = offsets[request], max(offsets[request : request + 2])
         visible = torch.full((last - first,), length)
         if call.causal:  # the token at position p sees the tokens 0..p
             visible = length - (last - first) + 1 + torch.arange(last - first)
-        visible = (visible // ratio).clamp_max(num_keys)
-        longest = min(max(length // ratio, 1), max(num_keys, 1))
-        for rows in cpu.blocks(last - first, max_bytes // (4 * longest)):
+        if last > first:
+            yield request, first, (visible // call.ratio).clamp_max(call.num_keys)
+
+
+def indexer_topk(call: IndexerTopk) -> None:
+    q, weights, out, max_bytes = call.index_q, call.weights, call.out, call.max_workspace_bytes
+    out.fill_(-1)  # tokens of no request
+    for request, first, visible in _requests(call):
+        longest = max(int(visible[-1]), 1)
+        for rows in cpu.blocks(len(visible), max_bytes // (4 * longest)):
             at = slice(first + rows.start, first + rows.stop)
             keys = call.cache, call.page_table, request
             _select(q[at], weights[at], *keys, visible[rows], call.topk, max_bytes, out[at])
@@ -81,6 +98,55 @@ def indexer_topk(call: IndexerTopk) -> None:
                 requests = torch.full_like(out[at], request)
                 slots = slots_of(call.page_table, requests, out[at], call.cache.page_size)
                 out[at] = to_int32(slots)
+
+
+def indexer_topk_blocks(call: IndexerTopkBlocks) -> None:
+    q, weights, size = call.index_q, call.weights, call.block_size
+    call.out.fill_(-1)  # tokens of no request
+    call.blocks_out.fill_(-1)
+    for request, first, visible in _requests(call):
+        longest = max(int(visible[-1]), 0)
+        num_blocks = -(-longest // size)
+        row_bytes = 4 * (longest + num_blocks * size + num_blocks) + 1
+        for rows in cpu.blocks(len(visible), call.max_workspace_bytes // row_bytes):
+            at, ends = slice(first + rows.start, first + rows.stop), visible[rows].clamp_min(0)
+            scores = torch.full((len(ends), num_blocks * size), -torch.inf)
+            for part in cpu.blocks(longest, KEYS_AT_ONCE):
+                positions = torch.arange(part.start, part.stop)
+                scores[:, part] = _paged_scores(
+                    q[at], weights[at], call.cache, call.page_table, request, positions
+                )
+            select_topk(SelectTopk(scores, call.topk, row_ends=ends, out=call.out[at]))
+            scores.masked_fill_(torch.arange(num_blocks * size) >= ends[:, None], -torch.inf)
+            scores.nan_to_num_(-torch.inf, LARGEST, -torch.inf)  # the last block is above all
+            best = scores.view(len(ends), num_blocks, size).amax(2)
+            best.masked_fill_(torch.arange(num_blocks) == (ends[:, None] - 1) // size, torch.inf)
+            counts = -(-ends // size)
+            select_topk(
+                SelectTopk(best, call.topk_blocks, row_ends=counts, out=call.blocks_out[at])
+            )
+
+
+def indexer_topk_of_blocks(call: IndexerTopkOfBlocks) -> None:
+    q, weights, out, size = call.index_q, call.weights, call.out, call.block_size
+    out.fill_(-1)  # tokens of no request
+    inside = torch.arange(size)
+    for request, first, visible in _requests(call):
+        for token, end in enumerate(visible.tolist(), first):
+            listed = call.blocks[token].long()
+            listed = listed[(listed >= 0) & (listed < -(-end // size))]
+            positions = (listed[:, None] * size + inside).flatten()
+            positions = positions[positions < end]
+            scores = torch.empty(1, len(positions))
+            for part in cpu.blocks(len(positions), KEYS_AT_ONCE):
+                rows = q[token, None], weights[token, None]
+                scores[:, part] = _paged_scores(
+                    *rows, call.cache, call.page_table, request, positions[part]
+                )
+            places = torch.empty_like(out[token, None])
+            select_topk(SelectTopk(scores, call.topk, out=places))
+            chosen = places[places >= 0].long()
+            out[token, : len(chosen)] = positions[chosen].int()
 
 
 def _select(
@@ -111,7 +177,7 @@ def _select(
     ids = torch.empty(num_tokens, topk, dtype=torch.int32)
     for piece in cpu.blocks(longest, width):
         for part in cpu.blocks(piece.stop - piece.start, KEYS_AT_ONCE):
-            positions = slice(piece.start + part.start, piece.start + part.stop)
+            positions = torch.arange(piece.start + part.start, piece.start + part.stop)
             columns = slice(topk + part.start, topk + part.stop)
             scores[:, columns] = _paged_scores(q, weights, cache, page_table, request, positions)
         kept = min(piece.start, topk)
@@ -127,10 +193,14 @@ def _select(
 
 
 def _paged_scores(
-    q: Tensor, weights: Tensor, cache: PagedCache, page_table: Tensor, request: int, part: slice
+    q: Tensor,
+    weights: Tensor,
+    cache: PagedCache,
+    page_table: Tensor,
+    request: int,
+    positions: Tensor,
 ) -> Tensor:
     """Scores ``[m, n]`` of keys at positions of a request, -inf where a page is missing."""
-    positions = torch.arange(part.start, part.stop)
     slots = slots_of(page_table, torch.full_like(positions, request), positions, cache.page_size)
     valid = cpu.valid_slots(cache, slots[None], None)[0]
     stored, scales = cache.gather(slots.where(valid, 0)), None

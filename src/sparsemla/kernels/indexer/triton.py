@@ -9,7 +9,7 @@ every e4m3 value. MXFP4 keys are converted to bfloat16 when a tile is loaded, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,13 @@ from sparsemla.kernels.common.fp4 import unpack_e2m1
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e8m0, dot, e4m3_over_256, has_fp8
 from sparsemla.kernels.common.integers import cdiv, next_power_of_2
 from sparsemla.kernels.common.paged import page_and_row
-from sparsemla.kernels.indexer.arguments import IndexerScores, IndexerScoresPaged, IndexerTopk
+from sparsemla.kernels.indexer.arguments import (
+    IndexerScores,
+    IndexerScoresPaged,
+    IndexerTopk,
+    IndexerTopkBlocks,
+    IndexerTopkOfBlocks,
+)
 from sparsemla.kernels.topk.arguments import SelectTopk
 from sparsemla.kernels.topk.triton import Scheduler, schedule_lists, select_topk
 
@@ -95,6 +101,52 @@ def _score(keys, queries, w, T: tl.constexpr):
     if T.decode:  # keys are over 256
         score *= 256.0
     return score
+
+
+@triton.jit
+def _score_positions(
+    n,
+    valid,
+    table_row,
+    table_width,
+    keys,
+    key_scales,
+    num_pages,
+    queries,
+    w,
+    PAGE_SIZE: tl.constexpr,
+    KEY_PAGE: tl.constexpr,
+    KEY_ROW: tl.constexpr,
+    SCALE_PAGE: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    FP4_BLOCK: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Scores ``[N, tokens]`` of keys at positions ``n [N]`` of a request, and which keys exist."""
+    column = n // PAGE_SIZE
+    page = tl.load(table_row + column, mask=valid & (column < table_width), other=-1)
+    exists = (page >= 0) & (page < num_pages)
+    page = page.to(tl.int64)
+    rows = keys + page * KEY_PAGE + n % PAGE_SIZE * KEY_ROW
+    if FP4_BLOCK > 0:
+        scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW
+        tile = _load_fp4_rows(rows, scales, exists, FP4_BLOCK, T)
+        score = _score(tile, queries, w, T)
+    else:
+        tile = _load_rows(rows, exists, T)
+        score = _score(tile, queries, w, T)
+        if key_scales is not None:
+            scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW
+            score *= tl.load(scales, mask=exists, other=0.0)[:, None]
+    return score, exists
+
+
+@triton.jit
+def _count_keys(length, num_keys, RATIO: tl.constexpr):
+    """The keys of so many tokens, which may be negative."""
+    if RATIO > 1:
+        length = tl.maximum(length, 0) // RATIO
+    return tl.minimum(tl.maximum(length, 0), num_keys).to(tl.int32)
 
 
 @triton.jit
@@ -292,9 +344,7 @@ def _paged_kernel(
             end = end - (end_token - 1 - token)
         end = tl.where(real & (token >= begin_token), end, token * 0)
     valid = token < stop
-    if RATIO > 1:
-        end = tl.maximum(end, 0) // RATIO
-    end = tl.minimum(tl.maximum(end, 0), num_keys).to(tl.int32)
+    end = _count_keys(end, num_keys, RATIO)
     if row_ends is not None:
         once = valid & (token * 0 + begin == 0)
         tl.store(row_ends + token, end, mask=once)
@@ -317,27 +367,188 @@ def _paged_kernel(
         # Loads of keys depend on loads of page ids, so the pipeline needs twice the stages.
         for base in tl.range(low, high, BLOCK_N, num_stages=2 * T.stages - 1):
             n = base + tl.arange(0, BLOCK_N)
-            column = n // PAGE_SIZE
-            page = tl.load(table_row + column, mask=(n < last) & (column < table_width), other=-1)
-            exists = (page >= 0) & (page < num_pages)
-            page = page.to(tl.int64)
-            rows = keys + page * KEY_PAGE + n % PAGE_SIZE * KEY_ROW
-            if FP4_BLOCK > 0:
-                scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW
-                tile = _load_fp4_rows(rows, scales, exists, FP4_BLOCK, T)
-                score = _score(tile, queries, w, T)
-            else:
-                tile = _load_rows(rows, exists, T)
-                score = _score(tile, queries, w, T)
-                if key_scales is not None:
-                    scales = key_scales + page * SCALE_PAGE + n % PAGE_SIZE * SCALE_ROW
-                    score *= tl.load(scales, mask=exists, other=0.0)[:, None]
+            score, exists = _score_positions(
+                n,
+                n < last,
+                table_row,
+                table_width,
+                keys,
+                key_scales,
+                num_pages,
+                queries,
+                w,
+                PAGE_SIZE,
+                KEY_PAGE,
+                KEY_ROW,
+                SCALE_PAGE,
+                SCALE_ROW,
+                FP4_BLOCK,
+                T,
+            )
             inside = exists[:, None] & (n[:, None] < end[None, :])
             at = out + (token * stride_out)[None, :] + n[:, None]
             mask = (n < last)[:, None] & valid[None, :]
             tl.store(at, tl.where(inside, score, MINUS_INF), mask=mask)
     if input_row_offsets is None:
         _fill_columns(out, stride_out, token, valid, high, last, BLOCK_N)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_keys",
+        "num_requests",
+        "num_pages",
+        "table_width",
+        "num_blocks",
+        "first_token",
+        "num_chunks",
+        "skip",
+    ]
+)
+def _listed_kernel(
+    q,
+    weights,
+    keys,
+    key_scales,
+    page_table,
+    seq_lens,
+    input_row_offsets,
+    blocks,
+    out,
+    row_ends,
+    row_ids,
+    num_tokens,
+    num_keys,
+    num_requests,
+    num_pages,
+    table_width,
+    num_blocks,
+    first_token,
+    num_chunks,
+    chunk,
+    skip,
+    stride_q,
+    stride_head,
+    stride_weights,
+    stride_table,
+    stride_blocks,
+    stride_out,
+    CAUSAL: tl.constexpr,
+    RATIO: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    KEY_PAGE: tl.constexpr,
+    KEY_ROW: tl.constexpr,
+    SCALE_PAGE: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    FP4_BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    T: tl.constexpr,
+):
+    """Score a token against ``chunk`` of the keys in its blocks, one column for each listed key.
+
+    Blocks ascend, so the keys that the token sees are the first columns; the kernel stores their
+    number and the number of the token. It skips rows that a selection of ``skip`` keys takes whole.
+    """
+    BLOCK_N: tl.constexpr = T.block_n
+    LIST: tl.constexpr = 1024
+    group = tl.program_id(0) // num_chunks
+    begin = tl.program_id(0) % num_chunks * chunk
+    request, first, in_request = _find_request(
+        input_row_offsets, group, num_requests, first_token, num_tokens, 1
+    )
+    real = request < num_requests
+    begin_token = tl.load(input_row_offsets + request) - first_token
+    end_token = tl.load(input_row_offsets + request + 1, mask=real, other=0) - first_token
+    token = first + in_request
+    stop = tl.where(real, tl.minimum(end_token, num_tokens), num_tokens).to(tl.int32)
+    end = tl.load(seq_lens + request, mask=real, other=0)
+    if CAUSAL:
+        end = end - (end_token - 1 - token)
+    end = tl.where(real & (token >= begin_token) & (token < stop), end, 0)
+    end = _count_keys(end, num_keys, RATIO)
+    seen = tl.cdiv(end, BLOCK_SIZE)
+    row = token.to(tl.int64)
+    listed = blocks + row * stride_blocks
+    count = tl.zeros([LIST], tl.int32)
+    if end > 0:
+        for base in range(0, num_blocks, LIST):
+            at = base + tl.arange(0, LIST)
+            block = tl.load(listed + at, mask=at < num_blocks, other=-1)
+            known = (block >= 0) & (block < seen)
+            block = tl.where(known, block, 0).to(tl.int32)
+            count += tl.where(known, tl.minimum(end - block * BLOCK_SIZE, BLOCK_SIZE), 0)
+    visible = tl.sum(count, 0)
+    if (begin == 0) & (token < stop):
+        tl.store(row_ends + row, visible)
+        tl.store(row_ids + row, token)
+    last = tl.minimum(begin + chunk, tl.where(visible > skip, visible, 0))
+    if begin < last:
+        queries, w = _load_queries(
+            q, weights, token, token + 1, stride_q, stride_head, stride_weights, T
+        )
+        table_row = page_table + request.to(tl.int64) * stride_table
+        for base in tl.range(begin, last, BLOCK_N, num_stages=STAGES):
+            column = base + tl.arange(0, BLOCK_N)
+            block = tl.load(listed + column // BLOCK_SIZE, mask=column < last, other=-1)
+            known = (block >= 0) & (block < seen)
+            n = tl.where(known, block, 0).to(tl.int32) * BLOCK_SIZE + column % BLOCK_SIZE
+            score, exists = _score_positions(
+                n,
+                known & (n < end),
+                table_row,
+                table_width,
+                keys,
+                key_scales,
+                num_pages,
+                queries,
+                w,
+                PAGE_SIZE,
+                KEY_PAGE,
+                KEY_ROW,
+                SCALE_PAGE,
+                SCALE_ROW,
+                FP4_BLOCK,
+                T,
+            )
+            score = tl.where(exists[:, None], score, MINUS_INF)
+            at = out + row * stride_out + column[:, None]
+            tl.store(at, score, mask=(column < last)[:, None])
+
+
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+@triton.jit(do_not_specialize=["skip"])
+def _best_of_blocks(
+    scores,
+    stride_scores,
+    row_ends,
+    best,
+    stride_best,
+    block_ends,
+    skip,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The best score of each block of a row, infinite for the last; NaN counts as -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    end = tl.load(row_ends + row)
+    count = tl.cdiv(end, BLOCK_SIZE)
+    if tl.program_id(1) == 0:
+        tl.store(block_ends + row, count)
+    if end > skip:
+        for base in range(tl.program_id(1) * TILE, count, tl.num_programs(1) * TILE):
+            block = base + tl.arange(0, TILE)
+            column = tl.arange(0, WIDTH)
+            n = block[:, None] * BLOCK_SIZE + column[None, :]
+            inside = (column < BLOCK_SIZE)[None, :] & (n < end)
+            x = tl.load(scores + row * stride_scores + n, mask=inside, other=MINUS_INF)
+            x = tl.max(tl.where(x == x, x, MINUS_INF), 1)
+            x = tl.where(block == count - 1, -MINUS_INF, tl.minimum(x, LARGEST))
+            tl.store(best + row * stride_best + block, x, mask=block < count)
 
 
 class ScoreTiles(NamedTuple):
@@ -588,13 +799,16 @@ def select_in_chunks(call: IndexerTopk, score: Scorer, selection: Selection) -> 
         out.fill_(-1)
         return
     at_once = _tokens_at_once(
-        selection.schedule_lists, num_tokens, num_keys, topk, call.max_workspace_bytes, out.device
+        selection.schedule_lists,
+        num_tokens,
+        [(num_keys, topk)],
+        call.max_workspace_bytes,
+        out.device,
     )
     scores = torch.empty(at_once, num_keys, dtype=torch.float32, device=out.device)
     rows = torch.empty(2, at_once, dtype=torch.int32, device=out.device)
-    for first in range(0, num_tokens, at_once):
-        tokens = slice(first, min(first + at_once, num_tokens))
-        count = tokens.stop - first
+    for tokens in _slices(num_tokens, at_once):
+        count = tokens.stop - tokens.start
         score(tokens, scores[:count], rows[:, :count])
         selection.select_topk(
             SelectTopk(
@@ -609,35 +823,155 @@ def select_in_chunks(call: IndexerTopk, score: Scorer, selection: Selection) -> 
         )
 
 
+BLOCKS_OF_TILE = 128
+"""Blocks of a step of a program that reduces scores."""
+
+
+def indexer_topk_blocks(call: IndexerTopkBlocks) -> None:
+    num_tokens, num_keys, num_blocks = len(call.out), call.num_keys, call.num_blocks
+    if num_tokens == 0 or num_keys == 0:
+        call.out.fill_(-1)
+        call.blocks_out.fill_(-1)
+        return
+    device, scored = call.out.device, call.scored
+    score = scorer(scored)
+    # The number of a token's blocks takes the room of one more score.
+    selections = [(num_keys, call.topk), (num_blocks + 1, call.topk_blocks)]
+    at_once = _tokens_at_once(
+        schedule_lists, num_tokens, selections, call.max_workspace_bytes, device
+    )
+    scores = torch.empty(at_once, num_keys, dtype=torch.float32, device=device)
+    best = torch.empty(at_once, num_blocks, dtype=torch.float32, device=device)
+    rows = torch.empty(2, at_once, dtype=torch.int32, device=device)
+    block_ends = torch.empty(at_once, dtype=torch.int32, device=device)
+    programs = min(32, cdiv(num_blocks, BLOCKS_OF_TILE))
+    for tokens in _slices(num_tokens, at_once):
+        count = tokens.stop - tokens.start
+        score(tokens, scores[:count], rows[:, :count])
+        _best_of_blocks[(count, programs)](
+            scores,
+            scores.stride(0),
+            rows[0],
+            best,
+            best.stride(0),
+            block_ends,
+            scored.topk,
+            BLOCK_SIZE=call.block_size,
+            WIDTH=next_power_of_2(call.block_size),
+            TILE=max(1, min(BLOCKS_OF_TILE, 4096 // next_power_of_2(call.block_size))),
+            num_warps=4,
+        )
+        ends = rows[0, :count], block_ends[:count]
+        for values, topk, end, out in (
+            (scores, call.topk, ends[0], call.out),
+            (best, call.topk_blocks, ends[1], call.blocks_out),
+        ):
+            select_topk(SelectTopk(values[:count], topk, row_ends=end, out=out[tokens]))
+
+
+def indexer_topk_of_blocks(call: IndexerTopkOfBlocks) -> None:
+    q, weights, cache, blocks = call.index_q, call.weights, call.cache, call.blocks
+    num_tokens, heads, dim = q.shape
+    num_listed, num_requests = call.num_listed, len(call.seq_lens)
+    if num_tokens == 0 or num_listed == 0 or call.num_keys == 0:
+        call.out.fill_(-1)
+        return
+    tiles = choose_tiles(1, heads, dim, q.dtype, q.device)
+    at_once = _tokens_at_once(
+        schedule_lists, num_tokens, [(num_listed, call.topk)], call.max_workspace_bytes, q.device
+    )
+    scores = torch.empty(at_once, num_listed, dtype=torch.float32, device=q.device)
+    rows = torch.empty(2, at_once, dtype=torch.int32, device=q.device)
+    for tokens in _slices(num_tokens, at_once):
+        count = tokens.stop - tokens.start
+        chunk = choose_chunk(tiles, count, num_listed, q.device)
+        num_chunks = cdiv(num_listed, chunk)
+        _listed_kernel[((count + num_requests + 1) * num_chunks,)](
+            _rows_of(_as_operand(q, tiles.decode), tokens),
+            _rows_of(weights, tokens),
+            page_table=call.page_table,
+            seq_lens=call.seq_lens,
+            input_row_offsets=call.input_row_offsets,
+            blocks=_rows_of(blocks, tokens),
+            out=scores,
+            row_ends=rows[0],
+            row_ids=rows[1],
+            num_tokens=count,
+            num_keys=call.num_keys,
+            num_requests=num_requests,
+            table_width=call.page_table.shape[1],
+            num_blocks=blocks.shape[1],
+            first_token=tokens.start,
+            num_chunks=num_chunks,
+            chunk=chunk,
+            skip=call.topk,
+            stride_q=q.stride(0),
+            stride_head=q.stride(1),
+            stride_weights=weights.stride(0),
+            stride_table=call.page_table.stride(0),
+            stride_blocks=blocks.stride(0),
+            stride_out=scores.stride(0),
+            CAUSAL=call.causal,
+            RATIO=call.ratio,
+            BLOCK_SIZE=call.block_size,
+            **_paged_arguments(cache, tiles.decode),
+            # Loads of keys depend on loads of page ids, and these on loads of blocks. AMD's
+            # compiler keeps a tile for each stage.
+            STAGES=(2 if torch.version.hip else 3) * (tiles.stages - 1) + 1,
+            T=tiles,
+            num_warps=4,
+        )
+        # A column is a place in the list of blocks, as a position is a place in a page table.
+        select_topk(
+            SelectTopk(
+                scores[:count],
+                call.topk,
+                row_ends=rows[0, :count],
+                page_table=_rows_of(blocks, tokens),
+                request_ids=rows[1, :count],
+                page_size=call.block_size,
+                out=_rows_of(call.out, tokens),
+            )
+        )
+
+
 def _rows_of(x: Tensor, rows: slice) -> Tensor:
     """``x[rows]``, without a call of torch in the common case of all rows."""
     return x if rows.stop - rows.start == x.shape[0] else x[rows]
 
 
+def _slices(total: int, size: int) -> list[slice]:
+    """Slices of ``size`` that cover ``range(total)``; the last may be shorter."""
+    return [slice(first, min(first + size, total)) for first in range(0, total, size)]
+
+
 def _tokens_at_once(
     schedule_of: Scheduler,
     num_tokens: int,
-    num_keys: int,
-    topk: int,
+    selections: Sequence[tuple[int, int]],
     max_workspace_bytes: int,
     device: torch.device,
 ) -> int:
     """Tokens per chunk, so that scores and candidate lists fit the bound; at least 1.
 
+    Each of the selections, one after another, has so many columns, all of which stay, and a topk.
     Only the last chunk may have fewer tokens.
     """
+    row_bytes = sum(4 * num_columns for num_columns, _ in selections) + ROW_BYTES
     count = num_tokens
     while count > 1:
         # Fewer rows may be spread over more programs with more lists, which take more memory. So a
         # loop checks the bound, also for the last chunk.
         last = num_tokens % count or count
-        sizes = (count, last)
-        schedules = (schedule_of(rows, num_keys, topk, device) for rows in sizes)
-        lists = max(schedule.list_bytes(num_keys) for schedule in schedules)
-        fitting = (max_workspace_bytes - lists) // (4 * num_keys + ROW_BYTES)
+        lists = max(
+            schedule_of(rows, num_columns, topk, device).list_bytes(num_columns)
+            for rows in (count, last)
+            for num_columns, topk in selections
+        )
+        fitting = (max_workspace_bytes - lists) // row_bytes
         if count <= fitting:
             break
         count = max(1, min(max(fitting, count // 2), count - 1))
         # A row count that is not a multiple of the rows in progress adds a wave.
-        count -= count % schedule_of(count, num_keys, topk, device).programs
+        count -= count % schedule_of(count, *selections[0], device).programs
     return count

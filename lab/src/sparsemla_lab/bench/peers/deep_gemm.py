@@ -26,6 +26,9 @@ from sparsemla_lab.bench.workloads import (
     Workload,
 )
 
+LEAST_HEADS = 32
+"""Heads to which vLLM pads the queries of GLM-5.3-Flash, before DeepGEMM takes them."""
+
 
 def load(directories: list[Path]) -> types.ModuleType:
     """The package ``deep_gemm``.
@@ -85,6 +88,11 @@ class DeepGEMM(Peer):
 
     def _indexer_topk(self, workload: IndexerTopk, inputs: Inputs) -> list[Side]:
         """Scores of all tokens at once, then each of vLLM's selections, or torch's."""
+        missing = max(0, LEAST_HEADS - workload.heads)
+        inputs = inputs | {
+            "index_q": torch.nn.functional.pad(inputs["index_q"], (0, 0, 0, missing)),
+            "weights": torch.nn.functional.pad(inputs["weights"], (0, missing)),
+        }
         scores = self._scores_of_prefill if workload.query_len > 1 else self._scores_of_decode
         compute, starts, ends = scores(workload, inputs)
         topk, ops = workload.topk, torch.ops._C
