@@ -32,6 +32,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from vllm_engine import LENGTHS, NUM_NEW, VOCABULARY, compare, make_model, serve_apart
 
 PAGE = 64
@@ -352,7 +353,10 @@ def main() -> int:
     modes |= {base for name, base in PAIRS if name in modes}
     make_drafting_model(model)
     served = serve_apart(
-        __file__, [name for name in MODES if name in modes], folder, arguments.at_once,
+        __file__,
+        [name for name in MODES if name in modes],
+        folder,
+        arguments.at_once,
         arguments.limit,
     )
     same = [describe(name, folder) for name in MODES if name in served]

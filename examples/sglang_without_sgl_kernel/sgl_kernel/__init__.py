@@ -8,8 +8,9 @@ called: nothing is computed by a kernel that is not the one SGLang asked for.
 Not for serving: it is slower than the binary. Put the folder above on ``PYTHONPATH`` and start
 SGLang with greedy requests and these settings::
 
-    SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1      # the check reads the binary's version
-    SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD=0    # no dense prefills, which need FA3
+    SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1  # the check reads the binary's version
+    SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD=0  # no dense prefills, which need FA3
+    SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python  # SGLang's Rust library needs its torch, too
     --sampling-backend pytorch --moe-runner-backend triton
 
 A bfloat16 cache needs ``--dsa-decode-backend flashmla_sparse``, as the default, ``fa3``, is in the
@@ -32,7 +33,7 @@ __version__ = "0"
 
 
 def rmsnorm(
-    input: Tensor,  # noqa: A002 - of sgl_kernel
+    input: Tensor,
     weight: Tensor,
     eps: float = 1e-6,
     out: Tensor | None = None,
@@ -54,7 +55,7 @@ def rmsnorm(
 
 
 def fused_add_rmsnorm(
-    input: Tensor,  # noqa: A002 - of sgl_kernel
+    input: Tensor,
     residual: Tensor,
     weight: Tensor,
     eps: float = 1e-6,
@@ -67,7 +68,7 @@ def fused_add_rmsnorm(
     input.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float())
 
 
-def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:  # noqa: A002 - as above
+def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     """``silu`` of the first half of the last dim times the second half, computed in float32."""
     _must_be_bfloat16("silu_and_mul", input)
     gate, up = input.float().chunk(2, dim=-1)
@@ -75,7 +76,7 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:  # noqa: A
     return x.to(input.dtype) if out is None else out.copy_(x)
 
 
-def moe_sum_reduce(input: Tensor, output: Tensor, routed_scaling_factor: float) -> None:  # noqa: A002
+def moe_sum_reduce(input: Tensor, output: Tensor, routed_scaling_factor: float) -> None:
     """The sum over the experts of each token, times a factor.
 
     Args:
@@ -120,7 +121,7 @@ class _Module(ModuleType):
 
 
 class _Modules(MetaPathFinder, Loader):
-    """Finds every module of ``sgl_kernel`` but that of scalar types, which SGLang can do without."""
+    """Finds the modules of ``sgl_kernel`` but scalar types, which SGLang can do without."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
