@@ -133,6 +133,9 @@ def make_drafting_model(folder: Path) -> None:
         "topk_group": 1,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 128,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
     }
     path.write_text(json.dumps(config, indent=2))
     weights = load_file(folder / "model.safetensors")
