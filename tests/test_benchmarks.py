@@ -26,6 +26,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
         ("vllm_first_request.py", "--serve"),
         ("vllm_bench.py", "--experts"),
         ("sglang_hooks.py", "--fa3"),
+        ("sglang_engine.py", "--at-once"),
     ],
 )
 def test_the_scripts_for_engines_say_what_they_take(run_python, name, option):

@@ -52,6 +52,7 @@ with warnings.catch_warnings():
     from sglang.srt.layers.attention.dsa import utils as dsa_utils
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend, TopkTransformMethod
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+    from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -284,6 +285,8 @@ def arguments(tmp_path):
         {"kv_cache_dtype": "bfloat16", "dsa_prefill_backend": "fa3"},
         {"dsa_topk_backend": "flashinfer"},
         {"config": {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}},
+        {"enable_hisparse": True, "disable_radix_cache": True},
+        {"enable_hisparse": True, "disable_radix_cache": True, "kv_cache_dtype": "bfloat16"},
     ],
     ids=str,
 )
@@ -298,7 +301,6 @@ def test_supported_settings_are_accepted(hooked, arguments, changes):
         ({"dsa_decode_backend": "trtllm"}, "--dsa-decode-backend must be one of .*, got trtllm"),
         ({"dsa_prefill_backend": "triton_sparse_mla"}, "--dsa-prefill-backend must be one of"),
         ({"dsa_prefill_backend": "flashmla_sparse_q8"}, "--dsa-prefill-backend must be one of"),
-        ({"enable_hisparse": True, "disable_radix_cache": True}, "--enable-hisparse must be off"),
         (
             {
                 "enable_prefill_cp": True,
@@ -536,7 +538,8 @@ IRRELEVANT = {
     "enable_unified_cache_external_linker unified_cache_external_linker_backend "
     "unified_cache_external_linker_config enable_linker_mla_dedup enable_lmcache "
     "lmcache_config_file enable_flexkv flexkv_config_file",
-    "of HiSparse, which is refused": "hisparse_config",
+    "HiSparse brings selected rows to the GPU before a replaced method reads them": ""
+    "enable_hisparse hisparse_config",
     "the sizes of a step are those of its tensors": "mem_fraction_static max_running_requests "
     "max_queued_requests max_total_tokens chunked_prefill_size prefill_decode_interval "
     "prefill_decode_interval_min_bs enable_dynamic_chunking max_prefill_tokens "
@@ -762,6 +765,86 @@ def filled(made):
     cache = PagedCache(data, cache_format)
     cache.write(torch.arange(data.shape[0]), torch.randn(data.shape[0], 576))
     return cache
+
+
+class HotRows:
+    """SGLang's coordinator of HiSparse, with its loop that brings rows from the host.
+
+    The cache of the layer then has only the hot rows of a batch; all others are overwritten.
+    """
+
+    def __init__(self, made, num_hot):
+        backend, pool = made.backend, made.runner.token_to_kv_pool
+        requests = len(backend.req_to_token)
+        order = torch.randperm(len(pool.get_key_buffer(0)))
+        self.batch, self.req_to_token, self.pool = made.forward_batch, backend.req_to_token, pool
+        self.rows = pool.get_key_buffer(0)
+        self.is_dsv4_hisparse, self.device, self.top_k = False, "cpu", TOPK
+        self.device_buffer_size, self.mem_pool_device, self.mem_pool_host = num_hot, pool, self
+        # A slot for each hot row of each request of the batch, and one for its newest row.
+        self.req_to_device_buffer = torch.zeros(requests, num_hot + 1, dtype=torch.int64)
+        count = len(self.batch.req_pool_indices)
+        slots = order[: count * (num_hot + 1)].view(count, -1)
+        self.req_to_device_buffer[self.batch.req_pool_indices] = slots
+        self.req_to_host_pool = backend.req_to_token  # the host has the rows as the cache had them
+
+    def swap_in_selected_pages(self, requests, lens, positions, layer):
+        self.host = self.rows.clone()
+        self.rows.view(torch.uint8).fill_(0x55)
+        for request, length in zip(requests.tolist(), lens.tolist(), strict=True):
+            slots, rows = self.req_to_device_buffer[request], self.req_to_token[request].long()
+            if length <= self.device_buffer_size:
+                self.rows[slots[:length]] = self.host[rows[:length]]
+            else:
+                self.rows[slots[-1]] = self.host[rows[length - 1]]
+        return HiSparseCoordinator.naive_load_topk(self, requests, lens, positions, layer)
+
+    def load_to_device_per_layer(self, pool, host_slots, slots, layer, io_backend):
+        self.rows[slots] = self.host[host_slots.long()]
+
+    def translate(self, slots):
+        """Where the rows of a prefill are: all are on the GPU, in other slots."""
+        order = torch.randperm(len(self.rows))
+        self.rows[order] = self.rows.clone()
+        return torch.nn.functional.pad(order, (0, 1), value=-1)[slots]
+
+
+@pytest.mark.parametrize(
+    ("cache", "method"), [("fp8", "flashmla_kv"), ("bf16", "flashmla_sparse")], ids=str
+)
+@pytest.mark.parametrize("name", ["decode", "prefill", "first prefill"])
+def test_a_layer_reads_the_hot_rows_of_hisparse(on_cpu, monkeypatch, name, cache, method):
+    made = fixture(name, cache, method, method)
+    backend = made.backend
+    backend.init_forward_metadata(made.forward_batch)
+    expected = expected_dsa_sparse_fixture_output(made)
+    hot = HotRows(made, num_hot=TOPK)
+    backend.hisparse_coordinator = hot
+    monkeypatch.setattr(
+        made.runner.token_to_kv_pool, "translate_loc_to_hisparse_device", hot.translate, False
+    )
+    if name != "decode":  # positions otherwise
+        made.topk_indices = selections(made)
+    found = run_dsa_sparse_fixture_eager(made, unittest.TestCase())
+    bound = DSA_SPARSE_FP8_ATOL if cache == "fp8" else DSA_SPARSE_ATOL
+    torch.testing.assert_close(found, expected, atol=bound, rtol=bound)
+
+
+@pytest.mark.parametrize("name", ["decode", "speculative"])
+def test_selections_for_hisparse_are_positions(step, name):
+    """Its coordinator looks for the rows of positions, not of slots."""
+    made, backend, *_ = step(name)
+    backend.hisparse_coordinator = HotRows(made, num_hot=TOPK)
+    info = backend.get_indexer_metadata(0, made.forward_batch)
+    lengths = info.attn_metadata.dsa_seqlens_expanded
+    if lengths is None:
+        lengths = info.attn_metadata.cache_seqlens_int32
+    logits = torch.randn(len(lengths), 256)
+    found = info.topk_transform(logits, TOPK)
+    for row, length in enumerate(lengths.tolist()):
+        best = logits[row, :length].topk(min(TOPK, length)).indices.sort().values
+        assert_equal("positions", found[row, : len(best)], best.int())
+        assert (found[row, len(best) :] == -1).all()
 
 
 @pytest.fixture

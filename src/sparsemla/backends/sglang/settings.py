@@ -31,7 +31,6 @@ E4M3 = 8, 9
 """Least compute capability for which Triton compiles conversions to e4m3."""
 
 OFF = {
-    "enable_hisparse": "HiSparse keeps rows on the host",
     "enable_prefill_cp": "prefill context parallelism splits selections between ranks",
     "enable_cp_decode_attn_tp": "it belongs to context parallelism",
     "enable_dsa_cache_layer_split": "other ranks hold the rows of some layers",

@@ -1,0 +1,371 @@
+"""SGLang's engine on a small model: the tokens with this package's plugin and without.
+
+The model is the DeepSeek-V3.2 of ``benchmarks/vllm_engine.py``, which copies from its context and
+is sure of it, with an MTP layer that copies, too. Every mode serves it in an engine of its own,
+with prompts that are longer than a selection, chunked prefills, and batches of prefills and
+decodes. Then it asks again, and SGLang must find the prompts in its radix cache. Tokens and
+log-probabilities are compared. For each mode a line says which functions of both sides computed
+attention, scores and selections, and which Triton kernels were compiled once it was ready.
+
+``graphs`` captures decodes, ``eagle`` lets the MTP layer draft three tokens, which a decode of four
+tokens of a request verifies.
+
+Needs SGLang 0.5.23, one GPU of compute capability 9.0, DeepGEMM, and FlashMLA for SGLang's own
+modes. ``sgl_kernel`` may be the stand-in of ``examples/sglang_without_sgl_kernel``. Run ``python
+benchmarks/sglang_engine.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_engine import LENGTHS, NUM_NEW, VOCABULARY, compare, make_model, serve_apart
+
+PAGE = 64
+STEP = 1024
+"""Most tokens of a chunk."""
+REPORT = "SPARSEMLA_ENGINE_REPORT"
+"""Variable that tells SGLang's scheduler where to write what ran in it."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to serve the model.
+
+    Args:
+        ours: whether SGLang loads the plugin.
+        cache: the cache's dtype.
+        prefill, decode: SGLang's names of methods.
+        graphs: whether decodes are captured.
+        more: other arguments of SGLang's engine.
+    """
+
+    ours: bool
+    cache: str = "fp8_e4m3"
+    prefill: str = "flashmla_kv"
+    decode: str = "flashmla_kv"
+    graphs: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+BF16: dict[str, Any] = {
+    "cache": "bfloat16",
+    "prefill": "flashmla_sparse",
+    "decode": "flashmla_sparse",
+}
+FA3: dict[str, Any] = BF16 | {"decode": "fa3"}
+EAGLE: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+MODES = {
+    "sglang": Mode(False),
+    "sglang, graphs": Mode(False, graphs=True),
+    "ours": Mode(True),
+    "ours, graphs": Mode(True, graphs=True),
+    "ours, converted rows": Mode(True, prefill="flashmla_sparse", graphs=True),
+    "sglang, bf16": Mode(False, **BF16),
+    "ours, bf16": Mode(True, **BF16),
+    "ours, bf16, graphs": Mode(True, graphs=True, **FA3),
+    "sglang, eagle": Mode(False, graphs=True, more=EAGLE),
+    "ours, eagle": Mode(True, graphs=True, more=EAGLE),
+    "ours, bf16, eagle": Mode(True, graphs=True, more=EAGLE, **FA3),
+}
+PAIRS = (
+    ("sglang, graphs", "sglang"),
+    ("ours", "sglang"),
+    ("ours, graphs", "sglang, graphs"),
+    ("ours, converted rows", "sglang, graphs"),
+    ("ours, bf16", "sglang, bf16"),
+    ("ours, bf16, graphs", "sglang, bf16"),
+    ("sglang, eagle", "sglang, graphs"),
+    ("ours, eagle", "ours, graphs"),
+    ("ours, eagle", "sglang, eagle"),
+    ("ours, bf16, eagle", "ours, bf16, graphs"),
+)
+OURS = {
+    "sparsemla.backends.sglang.attention": ("sparse_decode", "sparse_prefill"),
+    "sparsemla.backends.sglang.topk": ("select_topk",),
+}
+THEIRS = {
+    "sglang.kernels.ops.attention.flash_mla_interface": (
+        "flash_mla_with_kvcache",
+        "flash_mla_sparse_fwd",
+    ),
+}
+SCORES = {"deep_gemm": ("fp8_mqa_logits", "fp8_paged_mqa_logits")}
+"""Functions that are counted, by their modules: of the plugin, instead of these, and both sides'.
+
+Both sides' scores are DeepGEMM's from compute capability 9.0 on.
+"""
+
+
+def make_drafting_model(folder: Path) -> None:
+    """Write the model of ``vllm_engine.py`` and an MTP layer, which is layer 0 on embeddings.
+
+    Position t of the MTP layer sees the embedding of token t + 1, so its head copies the token that
+    the model's own copies one position later.
+    """
+    from safetensors.torch import load_file, save_file
+
+    make_model(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {
+        "num_nextn_predict_layers": 1,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+    path.write_text(json.dumps(config, indent=2))
+    weights = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    layer = f"model.layers.{config['num_hidden_layers']}"
+
+    def random(*shape: int) -> torch.Tensor:
+        x = torch.randn(shape, generator=generator) * 0.3 * shape[-1] ** -0.5
+        return x.to(torch.bfloat16)
+
+    for name, weight in list(weights.items()):
+        if name.startswith("model.layers.0.") and ".mlp." not in name:
+            weights[name.replace("model.layers.0", layer)] = weight.clone()
+    experts = [f"experts.{expert}" for expert in range(config["n_routed_experts"])]
+    for expert in [*experts, "shared_experts"]:
+        weights[f"{layer}.mlp.{expert}.gate_proj.weight"] = random(width, hidden)
+        weights[f"{layer}.mlp.{expert}.up_proj.weight"] = random(width, hidden)
+        weights[f"{layer}.mlp.{expert}.down_proj.weight"] = random(hidden, width)
+    weights[f"{layer}.mlp.gate.weight"] = random(len(experts), hidden)
+    weights[f"{layer}.mlp.gate.e_score_correction_bias"] = torch.zeros(len(experts))
+    ones = torch.ones(hidden, dtype=torch.bfloat16)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        weights[f"{layer}.{norm}.weight"] = ones.clone()
+    eye = torch.eye(hidden, dtype=torch.bfloat16)
+    weights[f"{layer}.eh_proj.weight"] = torch.cat([eye, torch.zeros_like(eye)], dim=1)
+    weights[f"{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
+    """Arguments of SGLang's engine."""
+    return {
+        "model_path": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "kv_cache_dtype": mode.cache,
+        "attention_backend": "dsa",
+        "dsa_prefill_backend": mode.prefill,
+        "dsa_decode_backend": mode.decode,
+        "page_size": PAGE,
+        "chunked_prefill_size": STEP,
+        "max_running_requests": 8,
+        "max_total_tokens": 1 << 15,  # a fixed cache, so that several can serve at once
+        "mem_fraction_static": 0.1,
+        "cuda_graph_max_bs_decode": 8,
+        "disable_cuda_graph": not mode.graphs,
+        "disable_prefill_cuda_graph": True,
+        "sampling_backend": "pytorch",
+        "moe_runner_backend": "triton",
+        "disable_custom_all_reduce": True,
+        "random_seed": 0,
+        "log_level": "info",
+        **mode.more,
+    }
+
+
+def count_calls(places: Mapping[str, tuple[str, ...]], calls: Counter[str]) -> None:
+    """Count the calls of functions in the modules that can be imported."""
+
+    def counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - of any function
+            calls[name] += 1
+            return function(*args, **options)
+
+        return call
+
+    for place, names in places.items():
+        try:
+            module = importlib.import_module(place)
+        except ImportError:
+            continue
+        for name in names:
+            setattr(module, name, counted(getattr(module, name), f"{place}.{name}"))
+
+
+def run_scheduler(*args: Any, **options: Any) -> None:  # noqa: ANN401 - of SGLang
+    """SGLang's scheduler, with a method that writes what ran in its process.
+
+    SGLang starts it in a process of its own.
+    """
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
+    from sglang.srt.plugins import load_plugins
+
+    from sparsemla.kernels.common.compiling import count_compilations
+
+    load_plugins()
+    calls: Counter[str] = Counter()
+    ours = "sparsemla" in os.environ.get("SGLANG_PLUGINS", "")
+    count_calls((OURS if ours else {}) | THEIRS | SCORES, calls)
+    counting = count_compilations()
+    started, ready = Scheduler.get_init_info, []
+
+    def get_init_info(self: Scheduler) -> Any:  # noqa: ANN401 - of SGLang
+        ready.append(counting.__enter__())
+        return started(self)
+
+    def write_report(self: Scheduler) -> None:
+        runner = self.tp_worker.model_runner
+        report = {
+            "classes": [
+                f"{type(each).__module__}.{type(each).__qualname__}"
+                for each in (runner.model, runner.attn_backend, runner.token_to_kv_pool)
+            ],
+            "calls": calls,
+            "compiled": ready[0].compiled,
+            "loaded": ready[0].loaded,
+        }
+        Path(os.environ[REPORT]).write_text(json.dumps(report))
+
+    Scheduler.get_init_info = get_init_info
+    Scheduler.write_report = write_report
+    run_scheduler_process(*args, **options)
+
+
+def serve(mode: Mode, model: Path, result: Path) -> None:
+    """Serve the model and write what came of each prompt.
+
+    Raises:
+        RuntimeError: other functions ran than the mode asks for, no prefix was cached, or the MTP
+            layer's drafts were not accepted.
+    """
+    os.environ.pop("SGLANG_PLUGINS", None)
+    if mode.ours:
+        os.environ["SGLANG_PLUGINS"] = "sparsemla"
+    report_path = result.with_suffix(".report")
+    os.environ |= {
+        REPORT: str(report_path),
+        "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+        "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",  # no dense prefills
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0",  # for scores only, not for matrix products
+    }
+    began = time.perf_counter()
+    from sglang.srt.entrypoints.engine import Engine
+
+    class WatchedEngine(Engine):
+        run_scheduler_process_func = staticmethod(run_scheduler)
+
+    engine = WatchedEngine(**engine_arguments(mode, model))
+    ready = time.perf_counter()
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(2, VOCABULARY, n).tolist() for n in LENGTHS]
+    params = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
+    answers = engine.generate(
+        input_ids=prompts,
+        sampling_params=params,
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=2,
+    )
+    # Again, from cached prefixes: SGLang reads none of prompts whose log-probabilities it gives.
+    again = engine.generate(input_ids=prompts, sampling_params=params)
+    answered = time.perf_counter()
+    engine.collective_rpc("write_report")
+    report = json.loads(report_path.read_text())
+    found = []
+    for prompt, answer, later in zip(prompts, answers, again, strict=True):
+        meta = answer["meta_info"]
+        best = [sorted(each[0] for each in step) for step in meta["output_top_logprobs"]]
+        if len(prompt) > PAGE and not later["meta_info"]["cached_tokens"]:
+            raise RuntimeError("no prefix was found in the cache")
+        found.append(
+            {
+                "prompt": [each[0] for each in meta["input_token_logprobs"][1:]],
+                "tokens": answer["output_ids"],
+                "again": later["output_ids"],
+                "margin": min(each[-1] - each[-2] for each in best),
+            }
+        )
+    calls = report["calls"]
+    ran = [any(name.startswith(tuple(side)) for name in calls) for side in (OURS, THEIRS)]
+    if ran != [mode.ours, not mode.ours]:
+        raise RuntimeError(f"{mode} needs other functions than those that ran: {calls}")
+    accepted = [later["meta_info"].get("spec_accept_length", 1.0) for later in again]
+    if mode.more and max(accepted) < 2:
+        raise RuntimeError(f"drafts must be accepted, got tokens of a step: {accepted}")
+    report |= {
+        "answers": found,
+        "seconds": [ready - began, answered - ready],
+        "accepted": accepted,
+    }
+    result.write_text(json.dumps(report))
+    engine.shutdown()
+
+
+def describe(name: str, folder: Path) -> bool:
+    """Tell what served in a mode; whether it gave the same tokens again."""
+    report = json.loads((folder / f"{name}.json").read_text())
+    start, rest = report["seconds"]
+    calls = ", ".join(f"{count} x {each}" for each, count in sorted(report["calls"].items()))
+    same = sum(each["tokens"] == each["again"] for each in report["answers"])
+    sys.stdout.write(
+        f"{name}: ready after {start:.0f} s, answered in {rest:.1f} s; compiled while serving: "
+        f"{report['compiled'] or 'nothing'}, loaded: {report['loaded'] or 'nothing'}; "
+        f"{', '.join(report['classes'])}; called: {calls}; {same} of {len(report['answers'])} "
+        f"answers are the same again, from cached prefixes; tokens of a step: "
+        f"{np.mean(report['accepted']):.2f}\n"
+    )
+    return same == len(report["answers"])
+
+
+def main() -> int:
+    """Serve the model by every mode; 1 if tokens differ."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("sglang-engine"), help="for all files")
+    parser.add_argument("--serve", choices=MODES, help="one mode only, in this process")
+    parser.add_argument("--only", nargs="+", choices=MODES, help="these modes, and their bases")
+    parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for a mode")
+    arguments = parser.parse_args()
+    folder, model = arguments.folder, arguments.folder / "model"
+    if arguments.serve:
+        serve(MODES[arguments.serve], model, folder / f"{arguments.serve}.json")
+        return 0
+    modes = set(arguments.only or MODES)
+    modes |= {base for name, base in PAIRS if name in modes}
+    make_drafting_model(model)
+    served = serve_apart(
+        __file__,
+        [name for name in MODES if name in modes],
+        folder,
+        arguments.at_once,
+        arguments.limit,
+    )
+    same = [describe(name, folder) for name in MODES if name in served]
+    equal = [compare(name, base, folder) for name, base in PAIRS if {name, base} <= served]
+    return int(served != modes or not all(same) or not all(equal))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Stands in for SGLang's ``sgl_kernel`` where its binary belongs to another torch.
+
+SGLang 0.5.23 imports ``sgl_kernel`` at start, whatever it serves, and its binary loads with one
+version of torch only. A greedy bfloat16 run of a DeepSeek-V3.2 calls five functions of it, which
+are here in PyTorch. Any other name can be imported, and raises ``NotImplementedError`` when it is
+called: nothing is computed by a kernel that is not the one SGLang asked for.
+
+Not for serving: it is slower than the binary. Put the folder above on ``PYTHONPATH`` and start
+SGLang with greedy requests and these settings::
+
+    SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1  # the check reads the binary's version
+    SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD=0  # no dense prefills, which need FA3
+    SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python  # SGLang's Rust library needs its torch, too
+    --sampling-backend pytorch --moe-runner-backend triton
+
+A bfloat16 cache needs ``--dsa-decode-backend flashmla_sparse``, as the default, ``fa3``, is in the
+binary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__version__ = "0"
+
+
+def rmsnorm(
+    input: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    out: Tensor | None = None,
+    enable_pdl: bool | None = None,
+) -> Tensor:
+    """``input / rms(input) * weight``, computed in float32.
+
+    Args:
+        input: bfloat16 ``[T, N]``.
+        weight: ``[N]``.
+        eps: added to the mean square.
+        out: written, if given.
+        enable_pdl: of the binary's launch.
+    """
+    _must_be_bfloat16("rmsnorm", input)
+    x = input.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return torch.empty_like(input).copy_(x) if out is None else out.copy_(x)
+
+
+def fused_add_rmsnorm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
+) -> None:
+    """``residual += input``, then ``input = rmsnorm(residual)`` of the sum before it is rounded."""
+    _must_be_bfloat16("fused_add_rmsnorm", input, residual)
+    x = input.float() + residual.float()
+    residual.copy_(x)
+    input.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float())
+
+
+def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
+    """``silu`` of the first half of the last dim times the second half, computed in float32."""
+    _must_be_bfloat16("silu_and_mul", input)
+    gate, up = input.float().chunk(2, dim=-1)
+    x = functional.silu(gate) * up
+    return x.to(input.dtype) if out is None else out.copy_(x)
+
+
+def moe_sum_reduce(input: Tensor, output: Tensor, routed_scaling_factor: float) -> None:
+    """The sum over the experts of each token, times a factor.
+
+    Args:
+        input: bfloat16 ``[T, experts of a token, N]``.
+        output: written, ``[T, N]``.
+        routed_scaling_factor: the factor.
+    """
+    _must_be_bfloat16("moe_sum_reduce", input)
+    output.copy_(input.float().sum(1) * routed_scaling_factor)
+
+
+def weak_ref_tensor(tensor: Tensor) -> Tensor:
+    """The tensor itself: what a captured CUDA graph returns stays allocated while it is used."""
+    return tensor
+
+
+def _must_be_bfloat16(name: str, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype != torch.bfloat16:
+            raise NotImplementedError(
+                f"sgl_kernel.{name} of this stand-in takes bfloat16, got {tensor.dtype}"
+            )
+
+
+def _absent(place: str) -> Callable[..., None]:
+    def absent(*args: object, **kwargs: object) -> None:
+        raise NotImplementedError(
+            f"{place} is not in this stand-in for sgl_kernel, which is for greedy bfloat16 runs of "
+            "DeepSeek-V3.2"
+        )
+
+    return absent
+
+
+class _Module(ModuleType):
+    """A module of ``sgl_kernel``: any name can be imported from it."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _absent(f"{self.__name__}.{name}")
+
+
+class _Modules(MetaPathFinder, Loader):
+    """Finds the modules of ``sgl_kernel`` but scalar types, which SGLang can do without."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not name.startswith(f"{__name__}.") or name == f"{__name__}.scalar_type":
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run."""
+
+
+def __getattr__(name: str) -> Callable[..., None]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _absent(f"{__name__}.{name}")
+
+
+sys.meta_path.insert(0, _Modules())

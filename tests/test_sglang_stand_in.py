@@ -1,0 +1,96 @@
+"""``sgl_kernel`` of ``examples/sglang_without_sgl_kernel``, beside plain formulas."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples" / "sglang_without_sgl_kernel"
+
+
+@pytest.fixture
+def sgl_kernel(monkeypatch):
+    """The stand-in, imported as SGLang imports ``sgl_kernel``; forgotten afterwards."""
+    monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    yield importlib.import_module("sgl_kernel")
+    for name in [name for name in sys.modules if name.split(".")[0] == "sgl_kernel"]:
+        del sys.modules[name]
+
+
+def normalised(x, weight, eps):
+    return torch.nn.functional.rms_norm(x.double(), weight.shape, weight.double(), eps)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["returned", "out"])
+def test_rmsnorm(sgl_kernel, given):
+    x, weight = torch.randn(5, 96).bfloat16(), torch.randn(96).bfloat16()
+    out = torch.empty_like(x) if given else None
+    found = sgl_kernel.rmsnorm(x, weight, 1e-5, out=out)
+    torch.testing.assert_close(found, normalised(x, weight, 1e-5).bfloat16())
+    assert found is out or not given
+
+
+def test_fused_add_rmsnorm(sgl_kernel):
+    x, residual, weight = torch.randn(3, 5, 96).bfloat16()
+    weight = weight[0]
+    total = x.double() + residual.double()
+    assert sgl_kernel.fused_add_rmsnorm(x, residual, weight, 1e-5) is None
+    torch.testing.assert_close(residual, total.bfloat16(), rtol=0, atol=0)
+    torch.testing.assert_close(x, normalised(total, weight, 1e-5).bfloat16())
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["returned", "out"])
+def test_silu_and_mul(sgl_kernel, given):
+    x = torch.randn(5, 2 * 12).bfloat16()
+    out = torch.empty(5, 12).bfloat16() if given else None
+    found = sgl_kernel.silu_and_mul(x, out)
+    gate, up = x[:, :12].double(), x[:, 12:].double()
+    torch.testing.assert_close(found, (gate * gate.sigmoid() * up).bfloat16())
+    assert found is out or not given
+
+
+def test_moe_sum_reduce(sgl_kernel):
+    x, out = torch.randn(5, 3, 16).bfloat16(), torch.empty(5, 16).bfloat16()
+    sgl_kernel.moe_sum_reduce(x, out, 2.5)
+    torch.testing.assert_close(out, (2.5 * x.double().sum(1)).bfloat16())
+
+
+def test_weak_ref_tensor_keeps_the_address(sgl_kernel):
+    x = torch.randn(3)
+    assert sgl_kernel.weak_ref_tensor(x).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("rmsnorm", [(2, 8), (8,)]),
+        ("fused_add_rmsnorm", [(2, 8), (2, 8), (8,)]),
+        ("silu_and_mul", [(2, 8)]),
+        ("moe_sum_reduce", [(2, 3, 8), (2, 8), ()]),
+    ],
+)
+def test_other_dtypes_are_refused(sgl_kernel, name, shapes):
+    tensors = [torch.ones(shape, dtype=torch.float16) for shape in shapes]
+    match = rf"sgl_kernel\.{name} of this stand-in takes bfloat16, got torch\.float16"
+    with pytest.raises(NotImplementedError, match=match):
+        getattr(sgl_kernel, name)(*tensors)
+    assert all((tensor == 1).all() for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("sgl_kernel", "top_k_renorm_prob"), ("sgl_kernel.flash_attn", "flash_attn_varlen_func")],
+)
+def test_any_other_function_is_refused_by_name_when_it_is_called(sgl_kernel, module, name):
+    function = getattr(importlib.import_module(module), name)
+    with pytest.raises(NotImplementedError, match=rf"^{module}\.{name} is not in this stand-in"):
+        function(torch.ones(2))
+
+
+def test_scalar_types_are_absent(sgl_kernel):
+    """SGLang asks for them in a ``try``, and does without."""
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("sgl_kernel.scalar_type")
