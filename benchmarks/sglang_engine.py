@@ -356,7 +356,7 @@ def main() -> int:
     modes |= {base for name, base in PAIRS if name in modes}
     make_drafting_model(model)
     served = serve_apart(
-        __file__,
+        [sys.executable, __file__],
         [name for name in MODES if name in modes],
         folder,
         arguments.at_once,
