@@ -179,8 +179,8 @@ CPU_MUTANTS = (
     portable(
         "all tokens of a request have the first one's length",
         "attention/triton/decode.py",
-        "            at += token * token_stride\n",
-        "            at += token * 0 * token_stride\n",
+        "            at += token * stream.lengths_token\n",
+        "            at += token * 0 * stream.lengths_token\n",
         OWN_LENGTHS,
     ),
     portable(

@@ -297,16 +297,16 @@ class Serving:
         """Most tokens of a step that has decodes only."""
         return min(self.max_tokens, self.max_requests * self.max_query_len)
 
-    def caches(self, format: CacheFormat | str, page_stride: int | None) -> list[PagedCache]:
+    def caches(self, format: CacheFormat | str, page_stride: int | None = None) -> list[PagedCache]:
         """Caches without memory, one of each class of page counts."""
-        format = as_format("format", format)
+        format, size = as_format("format", format), self.page_size
         page_counts = (1024, 1025) if self.num_pages is None else (self.num_pages,)
-        width = format.row_width
-        stride = page_stride or self.page_size * width
-        caches = []
+        if page_stride is None:
+            return [PagedCache.allocate(format, n, size, device="meta") for n in page_counts]
+        width, caches = format.row_width, []
         for pages in page_counts:
-            data = _empty(pages * stride, dtype=format.storage_dtype)
-            data = data.as_strided((pages, self.page_size, width), (stride, width, 1))
+            data = _empty(pages * page_stride, dtype=format.storage_dtype)
+            data = data.as_strided((pages, size, width), (page_stride, width, 1))
             caches.append(PagedCache(data, format))
         return caches
 
@@ -443,12 +443,26 @@ Kernels = frozenset[int]
 KernelsOf = Callable[[Callable[[], object]], Kernels]
 
 
+class _Search:
+    """Runs steps of an engine at sizes that reach all of their kernels."""
+
+    def __init__(self, serving: Serving, kernels_of: KernelsOf) -> None:
+        self._serving = serving
+        self._kernels_of = kernels_of
+
+    def __call__(
+        self, step: Callable[..., object], *arguments: object, limit: int, every: int = 4
+    ) -> None:
+        """Run ``step`` of the engine with these arguments and a size."""
+        _sweep(
+            Sweep(functools.partial(step, self._serving, *arguments), limit, every),
+            self._kernels_of,
+        )
+
+
 def _search(serving: Serving, kernels_of: KernelsOf) -> None:
     """Run every op at sizes that reach all of its kernels."""
-
-    def of(step: Callable[..., object], *arguments: object) -> Callable[[int], Kernels]:
-        return lambda size: kernels_of(functools.partial(step, serving, *arguments, size))
-
+    search = _Search(serving, kernels_of)
     if serving.ratios:
         _search_compressed(serving, kernels_of)
         return
@@ -457,7 +471,7 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
         _search_selection(serving, caches[0], kernels_of)  # does not see the number of pages
         for cache in caches:
             if serving.ratio == 1:
-                _sizes(of(_write_keys, cache), serving.max_tokens)
+                search(_write_keys, cache, limit=serving.max_tokens)
             # Scores also depend on the number of requests, but only on classes of sizes.
             for pages in (1, 16, 3):
                 if pages <= serving.columns:
@@ -469,17 +483,17 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
         return
     if serving.rows_per_seat is not None:
         kernels_of(functools.partial(_keep_rows, serving, serving.rows_per_seat))
-    _sizes(of(_find_slots), serving.max_tokens)
+    search(_find_slots, limit=serving.max_tokens)
     if serving.rows_per_seat is not None:
         _search_host(serving, kernels_of)
         return
     for cache in serving.caches(serving.cache_format, serving.page_stride):
         rows = _flat(cache)
-        _sizes(of(_decode, rows), serving.max_decodes, every=EVERY)
-        _sizes(of(_prefill, rows), serving.max_tokens)
+        search(_decode, rows, limit=serving.max_decodes, every=EVERY)
+        search(_prefill, rows, limit=serving.max_tokens)
         if serving.converts and _may_convert(serving, cache.format):
             for start in (0, 1, 2):
-                _sizes(of(_convert, cache, start), serving.max_requests)
+                search(_convert, cache, start, limit=serving.max_requests)
 
 
 def _may_convert(serving: Serving, format: CacheFormat) -> bool:
@@ -724,16 +738,8 @@ def _convert(serving: Serving, cache: PagedCache, start: int, requests: int) -> 
 
 def _search_host(serving: Serving, kernels_of: KernelsOf) -> None:
     """Run attention of decodes over hot rows, and of prefills over rows from the host."""
-    fmt = cast(CacheFormat, serving.cache_format)
-
-    def search(step: Callable[..., object], *arguments: object, limit: int, every: int = 4) -> None:
-        _sizes(
-            lambda size: kernels_of(functools.partial(step, serving, *arguments, size)),
-            limit,
-            every=every,
-        )
-
-    for pages in [cache.num_pages for cache in serving.caches(fmt, None)]:
+    fmt, search = cast(CacheFormat, serving.cache_format), _Search(serving, kernels_of)
+    for pages in [cache.num_pages for cache in serving.caches(fmt)]:
         host = HostCache.allocate(fmt, pages, serving.page_size, num_layers=2, device="meta")
         max_rows = serving.context_rows or serving.max_seq_len
         context = HostContext(host, max_rows=max_rows, shard=serving.shard)
@@ -823,22 +829,14 @@ def _prefill_contexts(serving: Serving, context: HostContext, start: int, reques
 
 def _search_compressed(serving: Serving, kernels_of: KernelsOf) -> None:
     """Run every op of DeepSeek-V4's layers at sizes that reach all of its kernels."""
-
-    def search(step: Callable[..., object], *arguments: object, limit: int, every: int = 4) -> None:
-        _sizes(
-            lambda size: kernels_of(functools.partial(step, serving, *arguments, size)),
-            limit,
-            every=every,
-        )
-
-    fmt = cast(CacheFormat, serving.cache_format)
+    fmt, search = cast(CacheFormat, serving.cache_format), _Search(serving, kernels_of)
     in_steps, in_decodes = serving.max_tokens, serving.max_decodes
     poolings = [Pooling(ratio, overlap=ratio == SELECTED) for ratio in serving.ratios if ratio]
     search(_project, limit=in_steps)
     search(_find_window, limit=in_steps)
     for pooling in poolings:
         search(_find_entries, pooling.ratio, limit=in_steps)
-    caches = _compressed_caches(serving, fmt)  # of raw rows, and of entries
+    caches = serving.caches(fmt)  # of raw rows, and of entries
     streams: list[_Stream | None] = [None]
     for cache in caches:
         search(_write_rows, cache, limit=in_steps)
@@ -856,7 +854,7 @@ def _search_compressed(serving: Serving, kernels_of: KernelsOf) -> None:
         return
     search(_prepare_queries, limit=in_steps)
     search(_find_slots, limit=in_steps)
-    key_caches = _compressed_caches(serving, INDEX_FP8)
+    key_caches = serving.caches(INDEX_FP8)
     _search_selection(serving, key_caches[0], kernels_of)
     for keys in key_caches:
         search(_pool, keys, Pooling(SELECTED, overlap=True), limit=in_steps)
@@ -871,14 +869,6 @@ class _Stream(NamedTuple):
     cache: PagedCache
     width: int
     has_lengths: bool
-
-
-def _compressed_caches(serving: Serving, fmt: CacheFormat) -> list[PagedCache]:
-    """Caches without memory, one of each class of page counts."""
-    page_counts = (1024, 1025) if serving.num_pages is None else (serving.num_pages,)
-    return [
-        PagedCache.allocate(fmt, pages, serving.page_size, device="meta") for pages in page_counts
-    ]
 
 
 def _tokens(size: int) -> dict[str, Any]:

@@ -40,19 +40,18 @@ class _Record:
     split: Callable[[Any], tuple[Any, ...]]
     join: Callable[..., Any]
 
+    def optional(self) -> "_Record":
+        """The same for an argument that may be None: all of its fields are None then."""
+        absent = (None,) * len(self.fields)
+        return _Record(
+            {name: kind | None for name, kind in self.fields.items()},
+            lambda argument: absent if argument is None else self.split(argument),
+            lambda first, *rest: None if first is None else self.join(first, *rest),
+        )
+
 
 def _join_cache(data: Tensor, scales: Tensor | None, format: str) -> PagedCache:
     return PagedCache.unchecked(data, get_format(format), scales)
-
-
-def _join_optional_cache(
-    data: Tensor | None, scales: Tensor | None, format: str | None
-) -> PagedCache | None:
-    return None if data is None or format is None else _join_cache(data, scales, format)
-
-
-def _split_cache(cache: PagedCache | None) -> tuple[Tensor | None, Tensor | None, str | None]:
-    return (None, None, None) if cache is None else (cache.data, cache.scales, cache.format.name)
 
 
 def _join_weight(
@@ -61,67 +60,30 @@ def _join_weight(
     return HeadWeight.unchecked(data, scale, (block_rows, block_columns))
 
 
-def _split_weight(weight: HeadWeight) -> tuple[Tensor, Tensor | None, int, int]:
-    return weight.data, weight.scale, *weight.scale_block
-
-
-def _split_splits(splits: Splits | None) -> tuple[int | None, int | None]:
-    return (None, None) if splits is None else (splits.num_splits, splits.head_tile)
-
-
-def _join_splits(num_splits: int | None, head_tile: int | None) -> Splits | None:
-    return None if num_splits is None or head_tile is None else Splits(num_splits, head_tile)
-
-
-def _split_shard(
-    shard: ContextShard | None,
-) -> tuple[int | None, int | None, int | None, int | None]:
-    if shard is None:
-        return None, None, None, None
-    return shard.rank, shard.num_ranks, shard.interleave, shard.parts
-
-
-def _join_shard(
-    rank: int | None, num_ranks: int | None, interleave: int | None, parts: int | None
-) -> ContextShard | None:
-    if rank is None or num_ranks is None or interleave is None:
-        return None
-    return ContextShard.unchecked(rank, num_ranks, interleave, parts)
-
+_CACHE = _Record(
+    {"data": Tensor, "scales": Tensor | None, "format": str},
+    lambda cache: (cache.data, cache.scales, cache.format.name),
+    _join_cache,
+)
+_SPLITS = _Record({"num_splits": int, "head_tile": int}, tuple, Splits)
+_SHARD = _Record(
+    {"rank": int, "num_ranks": int, "interleave": int, "parts": int | None},
+    lambda shard: (shard.rank, shard.num_ranks, shard.interleave, shard.parts),
+    ContextShard.unchecked,
+)
 
 _RECORDS: dict[object, _Record] = {
-    Splits | None: _Record(
-        {"num_splits": int | None, "head_tile": int | None}, _split_splits, _join_splits
-    ),
-    PagedCache: _Record(
-        {"data": Tensor, "scales": Tensor | None, "format": str}, _split_cache, _join_cache
-    ),
-    PagedCache | None: _Record(
-        {"data": Tensor | None, "scales": Tensor | None, "format": str | None},
-        _split_cache,
-        _join_optional_cache,
-    ),
+    Splits | None: _SPLITS.optional(),
+    PagedCache: _CACHE,
+    PagedCache | None: _CACHE.optional(),
     CacheFormat: _Record({"name": str}, lambda format: (format.name,), get_format),
     Pooling: _Record(
         {"ratio": int, "overlap": bool},
         lambda pooling: (pooling.ratio, pooling.overlap),
         Pooling,
     ),
-    ContextShard: _Record(
-        {"rank": int, "num_ranks": int, "interleave": int, "parts": int | None},
-        _split_shard,
-        ContextShard.unchecked,
-    ),
-    ContextShard | None: _Record(
-        {
-            "rank": int | None,
-            "num_ranks": int | None,
-            "interleave": int | None,
-            "parts": int | None,
-        },
-        _split_shard,
-        _join_shard,
-    ),
+    ContextShard: _SHARD,
+    ContextShard | None: _SHARD.optional(),
     RowTable: _Record(
         {"keys": Tensor, "rows": Tensor, "order": Tensor},
         lambda table: (table.keys, table.rows, table.order),
@@ -130,7 +92,7 @@ _RECORDS: dict[object, _Record] = {
     WindowState: _Record({"rows": Tensor}, lambda state: (state.rows,), WindowState.unchecked),
     HeadWeight: _Record(
         {"data": Tensor, "scale": Tensor | None, "block_rows": int, "block_columns": int},
-        _split_weight,
+        lambda weight: (weight.data, weight.scale, *weight.scale_block),
         _join_weight,
     ),
 }

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -135,6 +135,92 @@ class _Scratch:
         return self.workspace[first : first + size].view(dtype).view(shape)
 
 
+class _Step(NamedTuple):
+    """The arguments that both branches share."""
+
+    q: Tensor
+    kv: Tensor
+    cache: PagedCache
+    layer: MLALayer
+    plan: Plan
+    scale_mode: ScaleMode
+
+    def check(self, op: str) -> Checker:
+        """The checks that must pass before the cache is written."""
+        q, kv, cache, layer, plan, scale_mode = self
+        check = Checker(op, instead="sparse_attention")
+        check.kind("layer", layer, MLALayer)
+        check.kind("plan", plan, Plan)
+        check.bind("H", layer.num_heads)
+        check.bind("Q", layer.qk_nope_head_dim + layer.qk_rope_head_dim)
+        check.bind("D", layer.kv_lora_rank + layer.qk_rope_head_dim)
+        check.bind("V", layer.v_head_dim)
+        check.bind("T", plan.num_tokens)
+        check.tensor("q", q, "T H Q", torch.bfloat16)
+        check.tensor("kv", kv, "T D", (torch.bfloat16, torch.float16, torch.float32))
+        for name, tensor in (
+            ("w_uk", layer.w_uk.data),
+            ("w_uk.scale", layer.w_uk.scale),
+            ("w_uv", layer.w_uv.data),
+            ("w_uv.scale", layer.w_uv.scale),
+            ("kv_norm_weight", layer.kv_norm_weight),
+            ("attn_sink", layer.attn_sink),
+        ):
+            if tensor is not None:
+                check.gradient(f"layer.{name}", tensor)
+        check.attended("cache", cache)
+        check.head_dim("kv", cache)
+        check.scale_mode(scale_mode, cache.format)
+        if cache.format.value_dim != layer.kv_lora_rank:
+            raise ValueError(
+                f"{op}: cache must have a value of {layer.kv_lora_rank} dims, the layer's latent, "
+                f"got format {cache.format.name}"
+            )
+        if plan.ratio != 1:
+            raise ValueError(
+                f"{op}: plan must have a row for each token, got one for every {plan.ratio}"
+            )
+        if cache.page_size != plan.page_size:
+            raise ValueError(
+                f"{op}: cache must have pages of {plan.page_size} tokens, as plan has, "
+                f"got {cache.page_size}"
+            )
+        return check
+
+    def check_values(self, check: Checker, *, dense: bool) -> None:
+        """Check the values of the plan."""
+        plan, table = self.plan, self.layer.cos_sin_cache
+        check.writes(plan.positions, plan.slot_mapping, table, self.cache, True)
+        if dense:
+            check.paging(self.cache, plan.page_table, plan.seq_lens)
+
+    def write(self, q_rope_out: Tensor) -> None:
+        """Write the step's rows, and the rotated dims of the queries."""
+        layer, plan = self.layer, self.plan
+        fused_rope_rmsnorm_quant(
+            self.q[..., layer.qk_nope_head_dim :],
+            self.kv,
+            layer.cos_sin_cache,
+            layer.kv_norm_weight,
+            self.cache,
+            positions=plan.positions,
+            slot_mapping=plan.slot_mapping,
+            eps=layer.norm_eps,
+            interleaved=layer.interleaved,
+            scale_mode=self.scale_mode,
+            out=q_rope_out,
+        )
+
+    def absorb(self, query: Tensor, batch_invariant: bool = False) -> None:
+        """Write the step's rows, and the query ``[T, H, L + R]`` in the latent space."""
+        layer = self.layer
+        latent, rope = query[..., : layer.kv_lora_rank], query[..., layer.kv_lora_rank :]
+        q_nope = self.q[..., : layer.qk_nope_head_dim]
+        # The GEMM comes first: it loads its weights while the previous kernel still runs.
+        project_heads(q_nope, layer.w_uk, batch_invariant=batch_invariant, out=latent)
+        self.write(rope)
+
+
 @repeated
 @outside_autocast
 def decode_branch(
@@ -201,10 +287,11 @@ def decode_branch(
 
     Source: MAX ``mla_decode_branch_fp8``; DeepSeek-V2 (arXiv 2405.04434) section 2.1.
     """
-    check = _check("decode_branch", q, kv, cache, layer, plan, scale_mode)
+    step = _Step(q, kv, cache, layer, plan, scale_mode)
+    check = step.check("decode_branch")
     topk_indices, topk_lengths = _check_selection(check, topk_indices, topk_lengths, causal)
     if check.validates(validate):
-        _check_plan(check, cache, layer, plan, dense=topk_indices is None)
+        step.check_values(check, dense=topk_indices is None)
     if topk_indices is None:
         check.absent("extra_cache", extra_cache, "without topk_indices")
     if extra_cache is None:
@@ -233,13 +320,11 @@ def decode_branch(
             cache,
             topk_indices,
             scale,
-            None,
-            topk_lengths,
-            None,
-            extra_cache,
-            extra_topk_indices,
-            extra_topk_lengths,
-            splits,
+            topk_lengths=topk_lengths,
+            extra_cache=extra_cache,
+            extra_topk_indices=extra_topk_indices,
+            extra_topk_lengths=extra_topk_lengths,
+            splits=splits,
         )
     if schedule.multiprocessors(q.device) == 0:
         splits = Splits(1)
@@ -258,34 +343,22 @@ def decode_branch(
     shape = plan.num_tokens, 1, layer.num_heads, cache.format.head_dim
     query = room[: 2 * math.prod(shape)].view(torch.bfloat16).view(shape)
     attended = _Attended.empty(scratch, layer, plan.num_tokens, splits.num_splits)
+    attention: dict[str, Any] = {
+        "q": query,
+        "attn_sink": attended.attn_sink,
+        "splits": splits,
+        "workspace": attended.splits,
+        "out": attended.out,
+        "lse": attended.lse,
+    }
     if sparse is None:
         # torch's kernels come first: between dependent launches they would prevent the overlap.
         table, lengths = _requests_of_tokens(plan, causal, scratch)
-        _absorb(q, kv, cache, layer, plan, scale_mode, query[:, 0], batch_invariant)
-        _dense_decode(
-            dense._replace(
-                q=query,
-                page_table=table,
-                seq_lens=lengths,
-                attn_sink=attended.attn_sink,
-                splits=splits,
-                workspace=attended.splits,
-                out=attended.out,
-                lse=attended.lse,
-            )
-        )
+        step.absorb(query[:, 0], batch_invariant)
+        _dense_decode(dense._replace(page_table=table, seq_lens=lengths, **attention))
     else:
-        _absorb(q, kv, cache, layer, plan, scale_mode, query[:, 0], batch_invariant)
-        _sparse_decode(
-            sparse._replace(
-                q=query,
-                attn_sink=attended.attn_sink,
-                splits=splits,
-                workspace=attended.splits,
-                out=attended.out,
-                lse=attended.lse,
-            )
-        )
+        step.absorb(query[:, 0], batch_invariant)
+        _sparse_decode(sparse._replace(**attention))
     return attended.project(out, room, batch_invariant)
 
 
@@ -409,18 +482,19 @@ def prefill_branch(
 
     Source: MAX ``mla_prefill_branch_fp8`` and ``MLAPrefillSparse``; vLLM's chunked MLA prefill.
     """
-    check = _check("prefill_branch", q, kv, cache, layer, plan, scale_mode)
+    step = _Step(q, kv, cache, layer, plan, scale_mode)
+    check = step.check("prefill_branch")
     topk_indices, topk_lengths = _check_selection(check, topk_indices, topk_lengths, causal)
     if check.validates(validate):
-        _check_plan(check, cache, layer, plan, dense=topk_indices is None)
+        step.check_values(check, dense=topk_indices is None)
     check.positive("workspace_rows", workspace_rows)
     if topk_indices is None:
         check.absent("layer.attn_sink", layer.attn_sink, "for dense attention")
     out = check.output("out", out, "T H V", torch.bfloat16)
     if topk_indices is None:
-        return _dense_prefill(q, kv, cache, layer, plan, scale_mode, causal, workspace_rows, out)
+        return _dense_prefill(step, causal, workspace_rows, out)
     query = q.new_empty(*q.shape[:2], cache.format.head_dim)
-    _absorb(q, kv, cache, layer, plan, scale_mode, query)
+    step.absorb(query)
     latent, _ = sparse_prefill(
         query,
         cache,
@@ -430,56 +504,6 @@ def prefill_branch(
         attn_sink=layer.attn_sink,
     )
     return project_heads(latent, layer.w_uv, out=out)
-
-
-def _check(
-    op: str,
-    q: Tensor,
-    kv: Tensor,
-    cache: PagedCache,
-    layer: MLALayer,
-    plan: Plan,
-    scale_mode: ScaleMode,
-) -> Checker:
-    """The checks that must pass before the cache is written."""
-    check = Checker(op, instead="sparse_attention")
-    check.kind("layer", layer, MLALayer)
-    check.kind("plan", plan, Plan)
-    check.bind("H", layer.num_heads)
-    check.bind("Q", layer.qk_nope_head_dim + layer.qk_rope_head_dim)
-    check.bind("D", layer.kv_lora_rank + layer.qk_rope_head_dim)
-    check.bind("V", layer.v_head_dim)
-    check.bind("T", plan.num_tokens)
-    check.tensor("q", q, "T H Q", torch.bfloat16)
-    check.tensor("kv", kv, "T D", (torch.bfloat16, torch.float16, torch.float32))
-    for name, tensor in (
-        ("w_uk", layer.w_uk.data),
-        ("w_uk.scale", layer.w_uk.scale),
-        ("w_uv", layer.w_uv.data),
-        ("w_uv.scale", layer.w_uv.scale),
-        ("kv_norm_weight", layer.kv_norm_weight),
-        ("attn_sink", layer.attn_sink),
-    ):
-        if tensor is not None:
-            check.gradient(f"layer.{name}", tensor)
-    check.attended("cache", cache)
-    check.head_dim("kv", cache)
-    check.scale_mode(scale_mode, cache.format)
-    if cache.format.value_dim != layer.kv_lora_rank:
-        raise ValueError(
-            f"{op}: cache must have a value of {layer.kv_lora_rank} dims, the layer's latent, "
-            f"got format {cache.format.name}"
-        )
-    if plan.ratio != 1:
-        raise ValueError(
-            f"{op}: plan must have a row for each token, got one for every {plan.ratio}"
-        )
-    if cache.page_size != plan.page_size:
-        raise ValueError(
-            f"{op}: cache must have pages of {plan.page_size} tokens, as plan has, "
-            f"got {cache.page_size}"
-        )
-    return check
 
 
 def _check_selection(
@@ -495,70 +519,10 @@ def _check_selection(
     return topk_indices, check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
 
 
-def _check_plan(
-    check: Checker, cache: PagedCache, layer: MLALayer, plan: Plan, *, dense: bool
-) -> None:
-    """Check the values of a plan."""
-    check.writes(plan.positions, plan.slot_mapping, layer.cos_sin_cache, cache, True)
-    if dense:
-        check.paging(cache, plan.page_table, plan.seq_lens)
-
-
-def _write(
-    q: Tensor,
-    kv: Tensor,
-    cache: PagedCache,
-    layer: MLALayer,
-    plan: Plan,
-    scale_mode: ScaleMode,
-    q_rope_out: Tensor,
-) -> None:
-    fused_rope_rmsnorm_quant(
-        q[..., layer.qk_nope_head_dim :],
-        kv,
-        layer.cos_sin_cache,
-        layer.kv_norm_weight,
-        cache,
-        positions=plan.positions,
-        slot_mapping=plan.slot_mapping,
-        eps=layer.norm_eps,
-        interleaved=layer.interleaved,
-        scale_mode=scale_mode,
-        out=q_rope_out,
-    )
-
-
-def _absorb(
-    q: Tensor,
-    kv: Tensor,
-    cache: PagedCache,
-    layer: MLALayer,
-    plan: Plan,
-    scale_mode: ScaleMode,
-    query: Tensor,
-    batch_invariant: bool = False,
-) -> None:
-    """Write the step's rows, and the query ``[T, H, L + R]`` in the latent space."""
-    latent, rope = query[..., : layer.kv_lora_rank], query[..., layer.kv_lora_rank :]
-    q_nope = q[..., : layer.qk_nope_head_dim]
-    # The GEMM comes first: it loads its weights while the previous kernel still runs.
-    project_heads(q_nope, layer.w_uk, batch_invariant=batch_invariant, out=latent)
-    _write(q, kv, cache, layer, plan, scale_mode, rope)
-
-
-def _dense_prefill(
-    q: Tensor,
-    kv: Tensor,
-    cache: PagedCache,
-    layer: MLALayer,
-    plan: Plan,
-    scale_mode: ScaleMode,
-    causal: bool,
-    workspace_rows: int,
-    out: Tensor,
-) -> Tensor:
-    query = q.clone()  # [T, H, P + R]
-    _write(q, kv, cache, layer, plan, scale_mode, query[..., layer.qk_nope_head_dim :])
+def _dense_prefill(step: _Step, causal: bool, workspace_rows: int, out: Tensor) -> Tensor:
+    cache, layer, plan = step.cache, step.layer, step.plan
+    query = step.q.clone()  # [T, H, P + R]
+    step.write(query[..., layer.qk_nope_head_dim :])
     w_uk = layer.w_uk.transpose()  # [H, P, L], latent to key
 
     def attend(

@@ -1,7 +1,7 @@
 """What trains the lightning indexer: selections, scores, targets and losses, with gradients."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -170,34 +170,28 @@ def selected_scores(
     tensor([[8., 8.]])
     """
     check = Checker("selected_scores", gradients="backward")
-    topk_indices, topk_lengths = _listed(
-        check, index_q, weights, index_k, topk_indices, topk_lengths
-    )
-    return cast(
-        Tensor,
-        _selected_scores(SelectedScores(index_q, weights, index_k, topk_indices, topk_lengths)),
-    )
+    call = SelectedScores(index_q, weights, index_k, topk_indices, topk_lengths)
+    return cast(Tensor, _selected_scores(_listed(check, call)))
 
 
-def _listed(
-    check: Checker,
-    index_q: Tensor,
-    weights: Tensor,
-    index_k: Tensor,
-    topk_indices: Tensor,
-    topk_lengths: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Check an indexer's tensors and its lists; returns the lists, uint32 as int64."""
-    _indexer(check, index_q, weights, index_k)
-    topk_indices = check.tensor("topk_indices", topk_indices, "T K", INTEGERS)
-    return topk_indices, check.optional("topk_lengths", topk_lengths, "T", INTEGERS)
+Listed = TypeVar("Listed", SelectedScores, SelectedScoresBackward)
 
 
-def _indexer(check: Checker, index_q: Tensor, weights: Tensor, index_k: Tensor) -> None:
-    check.tensor("index_q", index_q, "T HI DI", FLOATS)
+def _listed(check: Checker, call: Listed) -> Listed:
+    """Check an indexer's tensors and its lists; returns them with integers as signed ones."""
+    _check_indexer(check, call)
+    topk_indices = check.tensor("topk_indices", call.topk_indices, "T K", INTEGERS)
+    topk_lengths = check.optional("topk_lengths", call.topk_lengths, "T", INTEGERS)
+    return call._replace(topk_indices=topk_indices, topk_lengths=topk_lengths)
+
+
+def _check_indexer(
+    check: Checker, call: SelectedScores | SelectedScoresBackward | DenseIndexGradients
+) -> None:
+    check.tensor("index_q", call.index_q, "T HI DI", FLOATS)
     check.index_heads()
-    check.tensor("weights", weights, "T HI", FLOATS)
-    check.tensor("index_k", index_k, "S DI", index_q.dtype)
+    check.tensor("weights", call.weights, "T HI", FLOATS)
+    check.tensor("index_k", call.index_k, "S DI", call.index_q.dtype)
 
 
 def _allocate_gradients(call: SelectedScoresBackward) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,11 +255,8 @@ def selected_scores_backward(
     """
     check = Checker("selected_scores_backward", gradients="backward")
     check.tensor("dscores", dscores, "T K", torch.float32)
-    topk_indices, topk_lengths = _listed(
-        check, index_q, weights, index_k, topk_indices, topk_lengths
-    )
     call = SelectedScoresBackward(dscores, index_q, weights, index_k, topk_indices, topk_lengths)
-    return cast(tuple[Tensor, Tensor, Tensor], _selected_scores_backward(call))
+    return cast(tuple[Tensor, Tensor, Tensor], _selected_scores_backward(_listed(check, call)))
 
 
 def _gradients_of_scores(
@@ -559,7 +550,7 @@ def _checked(op: str, call: DenseIndexGradients) -> DenseIndexGradients:
     shared = isinstance(call.k, Tensor) and call.k.dim() == 2
     check.tensor("k", call.k, "S D" if shared else "S H D", call.q.dtype)
     check.tensor("lse", call.lse, "T H", torch.float32)
-    _indexer(check, call.index_q, call.weights, call.index_k)
+    _check_indexer(check, call)
     check.number("softmax_scale", call.softmax_scale)
     row_starts = check.tensor("row_starts", call.row_starts, "T", INTEGERS)
     row_ends = check.tensor("row_ends", call.row_ends, "T", INTEGERS)

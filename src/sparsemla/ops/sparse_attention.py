@@ -1,5 +1,7 @@
 """Differentiable attention over selected rows, for training."""
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -77,9 +79,7 @@ def sparse_attention(
     >>> kv.grad.abs().sum(1).nonzero()[:, 0]
     tensor([0, 1, 5])
     """
-    check = Checker("sparse_attention", gradients="backward")
-    topk_indices, topk_lengths = _check_forward(
-        check,
+    call = SparseAttention(
         q,
         kv,
         topk_indices,
@@ -90,19 +90,7 @@ def sparse_attention(
         token_mask,
         deterministic,
     )
-    return _sparse_attention(
-        SparseAttention(
-            q,
-            kv,
-            topk_indices,
-            softmax_scale,
-            topk_lengths,
-            attn_sink,
-            list_tokens,
-            token_mask,
-            deterministic,
-        )
-    )
+    return _sparse_attention(_checked(Checker("sparse_attention", gradients="backward"), call))
 
 
 def _allocate(call: SparseAttention) -> tuple[Tensor, Tensor]:
@@ -181,26 +169,8 @@ def sparse_attention_backward(
     """
     check = Checker("sparse_attention_backward", gradients="backward")
     check.tensor("dout", dout, "T H V", FLOATS)
-    topk_indices, topk_lengths = _check_forward(
+    call = _checked(
         check,
-        q,
-        kv,
-        topk_indices,
-        softmax_scale,
-        topk_lengths,
-        attn_sink,
-        list_tokens,
-        token_mask,
-        deterministic,
-    )
-    check.tensor("dout", dout, "T H V", q.dtype)
-    check.tensor("out", out, "T H V", q.dtype)
-    check.tensor("lse", lse, "T H", torch.float32)
-    check.optional("dlse", dlse, "T H", torch.float32)
-    if accumulate is not None:
-        check.written("accumulate", accumulate, "S D", torch.float32)
-    check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
-    dq, dkv, d_sink = _sparse_attention_backward(
         SparseAttentionBackward(
             dout,
             q,
@@ -217,8 +187,16 @@ def sparse_attention_backward(
             dlse,
             deterministic,
             as_float32=accumulate is not None,
-        )
+        ),
     )
+    check.tensor("dout", dout, "T H V", q.dtype)
+    check.tensor("out", out, "T H V", q.dtype)
+    check.tensor("lse", lse, "T H", torch.float32)
+    check.optional("dlse", dlse, "T H", torch.float32)
+    if accumulate is not None:
+        check.written("accumulate", accumulate, "S D", torch.float32)
+    check.positive("max_workspace_bytes", max_workspace_bytes, below=2**63)
+    dq, dkv, d_sink = _sparse_attention_backward(call)
     if accumulate is not None:
         dkv = accumulate.add_(dkv)
     return dq, dkv, None if attn_sink is None else d_sink
@@ -235,34 +213,26 @@ _sparse_attention_backward = functional(backward.SPARSE_ATTENTION_BACKWARD, _all
 refuse_derivative("sparse_attention_backward", "sparse_attention has no second derivative")
 
 
-def _check_forward(
-    check: Checker,
-    q: Tensor,
-    kv: Tensor,
-    topk_indices: Tensor,
-    softmax_scale: float,
-    topk_lengths: Tensor | None,
-    attn_sink: Tensor | None,
-    list_tokens: int,
-    token_mask: Tensor | None,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Check the forward's arguments and bind V; returns indices and lengths, uint32 as int64."""
-    check.tensor("q", q, "T H D", FLOATS)
-    check.tensor("kv", kv, "S D", q.dtype)
-    if 0 in kv.shape:
+Attention = TypeVar("Attention", SparseAttention, SparseAttentionBackward)
+
+
+def _checked(check: Checker, call: Attention) -> Attention:
+    """Check the forward's arguments and bind V; returns them with integers as signed ones."""
+    check.tensor("q", call.q, "T H D", FLOATS)
+    check.tensor("kv", call.kv, "S D", call.q.dtype)
+    if 0 in call.kv.shape:
         raise ValueError(
-            f"{check.op}: kv must have at least one row and one dim, got {list(kv.shape)}"
+            f"{check.op}: kv must have at least one row and one dim, got {list(call.kv.shape)}"
         )
-    lists = check.lists(list_tokens, token_mask)
-    topk_indices = check.tensor("topk_indices", topk_indices, f"{lists} K", INTEGERS)
-    topk_lengths = check.optional("topk_lengths", topk_lengths, lists, INTEGERS)
-    check.optional("token_mask", token_mask, f"{lists} K", torch.uint8)
-    check.optional("attn_sink", attn_sink, "H", torch.float32)
-    check.number("softmax_scale", softmax_scale)
-    check.kind("deterministic", deterministic, bool)
-    check.bind("V", min(kv.shape[1], LATENT_DIM))
-    return topk_indices, topk_lengths
+    lists = check.lists(call.list_tokens, call.token_mask)
+    topk_indices = check.tensor("topk_indices", call.topk_indices, f"{lists} K", INTEGERS)
+    topk_lengths = check.optional("topk_lengths", call.topk_lengths, lists, INTEGERS)
+    check.optional("token_mask", call.token_mask, f"{lists} K", torch.uint8)
+    check.optional("attn_sink", call.attn_sink, "H", torch.float32)
+    check.number("softmax_scale", call.softmax_scale)
+    check.kind("deterministic", call.deterministic, bool)
+    check.bind("V", min(call.kv.shape[1], LATENT_DIM))
+    return call._replace(topk_indices=topk_indices, topk_lengths=topk_lengths)
 
 
 def _gradients(
@@ -271,20 +241,10 @@ def _gradients(
     out, lse = results
     dq, dkv, d_sink = _sparse_attention_backward(
         SparseAttentionBackward(
-            torch.zeros_like(out) if dout is None else dout.contiguous(),
-            call.q,
-            call.kv,
-            call.topk_indices,
-            out,
-            lse,
-            call.softmax_scale,
-            MAX_WORKSPACE_BYTES,
-            call.topk_lengths,
-            call.attn_sink,
-            call.list_tokens,
-            call.token_mask,
-            None if dlse is None else dlse.contiguous(),
-            call.deterministic,
+            dout=torch.zeros_like(out) if dout is None else dout.contiguous(),
+            dlse=None if dlse is None else dlse.contiguous(),
+            max_workspace_bytes=MAX_WORKSPACE_BYTES,
+            **call._replace(out=out, lse=lse)._asdict(),
         )
     )
     return {"q": dq, "kv": dkv, "attn_sink": None if call.attn_sink is None else d_sink}

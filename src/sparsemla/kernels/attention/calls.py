@@ -1,8 +1,8 @@
-"""Arguments that all attention kernels in Gluon take, and how calls of the ops become them."""
+"""How calls of the ops become launches of the attention kernels in Gluon."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,85 +13,9 @@ from sparsemla.kernels.attention.arguments import (
     SparseDecode,
     SparsePrefill,
 )
+from sparsemla.kernels.attention.operands import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.schedule import splits_of_dense, splits_of_sparse
-from sparsemla.kernels.attention.triton.decode import length_strides
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
-
-
-class Queries(NamedTuple):
-    """Query rows, with the strides of a request, a token and a head."""
-
-    q: Tensor
-    request_stride: int
-    token_stride: int
-    head_stride: int
-    rope: Tensor | None = None
-    """The RoPE dims, unless they are the last dims of ``q``."""
-    rope_request_stride: int | None = None
-    rope_token_stride: int | None = None
-    rope_head_stride: int | None = None
-
-    def in_units(self, elements: int) -> Queries:
-        """The same rows, with strides that count so many elements."""
-        return Queries(*(x // elements if isinstance(x, int) else x for x in self))
-
-
-class QueryRows(NamedTuple):
-    """The numbering of query rows. The rows of a *group* share their keys.
-
-    With selected keys, a group is the heads of one token, and a request has ``group_tokens``
-    groups. In dense attention, the tokens and heads of a request are one group, and so are the
-    tokens and heads of a list that several tokens share.
-    """
-
-    num_heads: int
-    num_rows: int
-    """Rows of a group."""
-    group_tokens: int
-    num_splits: int
-
-
-class KeyList(NamedTuple):
-    """The keys of each group: slots of a cache, or a page table. Strides are in elements."""
-
-    keys: Tensor
-    """Slots ``[request, token, key]``, or pages ``[request, page]``."""
-    keys_request: int
-    keys_token: int
-    num_keys: int
-    lengths: Tensor | None
-    """Number of valid keys of each request or token, or None for all."""
-    num_slots: int
-    shift: int = 0
-    """Distance of a second cache from the first, in words; see :mod:`.fp8`."""
-    lengths_request: int = 1
-    lengths_token: int | None = None
-    """None if the tokens of a request have one length."""
-    token_mask: Tensor | None = None
-    """``[request, key]``: a bit for each token of a group, set if it attends to the key; or None if
-    all do."""
-    token_mask_request: int | None = None
-
-
-class Results(NamedTuple):
-    """Outputs, and the sinks that the kernel applies. Strides are in elements."""
-
-    out: Tensor
-    out_split: int
-    out_request: int
-    out_token: int
-    out_head: int
-    lse: Tensor
-    lse_split: int
-    lse_request: int
-    lse_token: int
-    max_logits: Tensor | None
-    max_logits_request: int
-    attn_sink: Tensor | None
-    max_logits_token: int | None = None
-    """None if a group has one token."""
-    sink_token: int | None = None
-    """Stride of ``attn_sink`` between tokens; None if all tokens have the same sinks."""
 
 
 class Launch(Protocol):
@@ -151,17 +75,14 @@ def sparse_decode(call: SparseDecode, launch: Launch) -> None:
         if extra_topk_indices is not None:
             extra_topk_indices = extra_topk_indices.expand(-1, tiles, -1)
     batch, query_len, num_heads = q.shape[:3]
-    queries = Queries(q, *q.stride()[:3])
-    if q_rope is not None:
-        queries = Queries(*queries[:4], q_rope, *q_rope.stride()[:3])
     extra = None
     if call.extra_cache is not None and extra_topk_indices is not None:
-        extra = _decoded(call.extra_cache, extra_topk_indices, call.extra_topk_lengths)
+        extra = KeyList.of(call.extra_cache, extra_topk_indices, call.extra_topk_lengths)
     launch(
-        queries,
+        Queries.of(q, q_rope),
         call.cache,
-        _decoded(call.cache, topk_indices, call.topk_lengths),
-        _partial(outs, lses, attn_sink, sink_token),
+        KeyList.of(call.cache, topk_indices, call.topk_lengths),
+        Results.of_splits(outs, lses, attn_sink, sink_token),
         QueryRows(num_heads, num_heads, query_len, num_splits),
         call.softmax_scale,
         num_groups=batch * query_len,
@@ -169,28 +90,6 @@ def sparse_decode(call: SparseDecode, launch: Launch) -> None:
         extra=extra,
     )
     merge_splits(*whole, attn_sink, call.out, call.lse)
-
-
-def _decoded(cache: PagedCache, slots: Tensor, lengths: Tensor | None) -> KeyList:
-    request_stride, token_stride = length_strides(lengths)
-    return KeyList(
-        slots,
-        *slots.stride()[:2],
-        slots.shape[2],
-        lengths,
-        cache.num_slots,
-        lengths_request=request_stride,
-        lengths_token=token_stride,
-    )
-
-
-def _partial(
-    outs: Tensor, lses: Tensor, attn_sink: Tensor | None, sink_token: int | None = None
-) -> Results:
-    """Outputs ``[N, B, S, H, V]`` of splits; the merge of several applies the sink."""
-    sink = attn_sink if outs.shape[0] == 1 else None
-    placed = outs, *outs.stride()[:4], lses, *lses.stride()[:3]
-    return Results(*placed, None, 0, sink, sink_token=sink_token)
 
 
 def dense_decode(call: DenseDecode, launch: Launch) -> None:
@@ -204,7 +103,7 @@ def dense_decode(call: DenseDecode, launch: Launch) -> None:
         q, cache.format.value_dim, num_splits, call.workspace, call.out, call.lse
     )
     launch(
-        Queries(q, *q.stride()[:3]),
+        Queries.of(q),
         cache,
         KeyList(
             call.page_table,
@@ -214,7 +113,7 @@ def dense_decode(call: DenseDecode, launch: Launch) -> None:
             call.seq_lens,
             cache.num_slots,
         ),
-        _partial(outs, lses, call.attn_sink),
+        Results.of_splits(outs, lses, call.attn_sink),
         QueryRows(num_heads, query_len * num_heads, 1, num_splits),
         call.softmax_scale,
         num_groups=batch,

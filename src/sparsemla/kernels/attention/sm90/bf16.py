@@ -65,12 +65,7 @@ from sparsemla.kernels.attention.arguments import (
     SparseDecode,
     SparsePrefill,
 )
-from sparsemla.kernels.attention.calls import (
-    KeyList,
-    Queries,
-    QueryRows,
-    Results,
-)
+from sparsemla.kernels.attention.operands import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.rows import (
     LN2,
     LOG2E,

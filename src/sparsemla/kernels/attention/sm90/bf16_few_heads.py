@@ -54,12 +54,7 @@ from sparsemla.kernels.attention.arguments import (
     SparseDecode,
     SparsePrefill,
 )
-from sparsemla.kernels.attention.calls import (
-    KeyList,
-    Queries,
-    QueryRows,
-    Results,
-)
+from sparsemla.kernels.attention.operands import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.rows import LN2, LOG2E, LOWEST, VALUE_DIM, is_slot, locate
 from sparsemla.kernels.attention.sm90.layouts import (
     BLOCK_N,

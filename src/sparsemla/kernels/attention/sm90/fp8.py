@@ -74,12 +74,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sparsemla.cache import PagedCache
 from sparsemla.kernels.attention import calls
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, SparsePrefill
-from sparsemla.kernels.attention.calls import (
-    KeyList,
-    Queries,
-    QueryRows,
-    Results,
-)
+from sparsemla.kernels.attention.operands import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.rows import (
     LN2,
     LOG2E,

@@ -68,12 +68,7 @@ from sparsemla.cache import PagedCache
 from sparsemla.formats import CacheFormat
 from sparsemla.kernels.attention import calls
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, SparsePrefill
-from sparsemla.kernels.attention.calls import (
-    KeyList,
-    Queries,
-    QueryRows,
-    Results,
-)
+from sparsemla.kernels.attention.operands import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.rows import (
     LN2,
     LOG2E,

@@ -68,13 +68,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from sparsemla.kernels.attention.arguments import SparsePrefill
-from sparsemla.kernels.attention.calls import (
-    KeyList,
-    Queries,
-    QueryRows,
-    Results,
-    prefill_rows,
-)
+from sparsemla.kernels.attention.calls import prefill_rows
+from sparsemla.kernels.attention.operands import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.rows import LN2, LOG2E, LOWEST, VALUE_DIM, query_dims, rows_of_tile
 from sparsemla.kernels.attention.sm90.layouts import (
     A8,

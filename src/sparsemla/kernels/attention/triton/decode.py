@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode
+from sparsemla.kernels.attention.operands import KeyList, Queries, Results
 from sparsemla.kernels.attention.schedule import splits_of_dense, splits_of_sparse
 from sparsemla.kernels.attention.triton.merge import merge_splits, partial_results
 from sparsemla.kernels.attention.triton.tiles import (
@@ -25,64 +25,54 @@ from sparsemla.kernels.common.paged import cache_arguments
 from sparsemla.kernels.common.slots import is_slot
 
 
-def length_strides(lengths: Tensor | None) -> tuple[int, int | None]:
-    """Strides of a request and of a token in lengths ``[B]`` or ``[B, S]``, in elements.
-
-    The second is None if the tokens of a request have one length.
-    """
-    if lengths is None or lengths.dim() == 1:
-        return 1, None
-    return lengths.stride(0), 1 if lengths.shape[1] > 1 else None
+@triton.jit
+def length_of(stream, request, token):
+    """Number of leading entries to use of a token's selection."""
+    length = stream.num_keys
+    if stream.lengths is not None:
+        at = request * stream.lengths_request
+        if stream.lengths_token is not None:
+            at += token * stream.lengths_token
+        length = tl.minimum(tl.load(stream.lengths + at), length).to(tl.int32)
+    return length
 
 
 @triton.jit
-def length_of(lengths, request_stride, token_stride, request, token, topk):
-    """Number of leading entries to use of a token's selection."""
-    length = topk
-    if lengths is not None:
-        at = request * request_stride
-        if token_stride is not None:
-            at += token * token_stride
-        length = tl.minimum(tl.load(lengths + at), topk).to(tl.int32)
-    return length
+def load_rows_of(queries, request, token, head, real, L: tl.constexpr):
+    """The queries of heads, as :func:`load_queries` gives them."""
+    q_rows = request * queries.request_stride + token * queries.token_stride
+    q_rows += head * queries.head_stride
+    rope_rows = None
+    if queries.rope is not None:
+        rope_rows = request * queries.rope_request_stride + token * queries.rope_token_stride
+        rope_rows += head * queries.rope_head_stride
+    return load_queries(queries.q, q_rows, queries.rope, rope_rows, real, L)
+
+
+@triton.jit
+def store_rows_of(results, split, request, token, head, real, m, l, acc, L: tl.constexpr):
+    """Normalise and store the outputs of heads."""
+    sink = None
+    if results.attn_sink is not None:
+        sink = tl.load(results.attn_sink + head, mask=real, other=0.0)
+    out_rows = split * results.out_split + request * results.out_request
+    out_rows += token * results.out_token
+    lse_rows = split * results.lse_split + request * results.lse_request
+    lse_rows += token * results.lse_token
+    out_rows += head.to(tl.int64) * results.out_head
+    store_state(
+        results.out, out_rows, results.lse, lse_rows + head, real, sink, m, l, acc, L.value_dim
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["num_splits"])
 def _sparse_decode(
-    q,
-    q_request,
-    q_token,
-    q_head,
-    q_rope,
-    rope_request,
-    rope_token,
-    rope_head,
+    queries,
     rows,
-    topk_indices,
-    indices_request,
-    indices_token,
-    topk_lengths,
-    lengths_request,
-    lengths_token,
-    topk,
+    stream,
     extra_rows,
-    extra_indices,
-    extra_request,
-    extra_token,
-    extra_lengths,
-    extra_lengths_request,
-    extra_lengths_token,
-    extra_topk,
-    attn_sink,
-    out,
-    out_split,
-    out_request,
-    out_token,
-    out_head,
-    lse,
-    lse_split,
-    lse_request,
-    lse_token,
+    extra,
+    results,
     query_len,
     num_heads,
     num_splits,
@@ -105,28 +95,20 @@ def _sparse_decode(
     request = (token // query_len).to(tl.int64)
     token = (token % query_len).to(tl.int64)
 
-    topk_indices += request * indices_request + token * indices_token
-    length = length_of(topk_lengths, lengths_request, lengths_token, request, token, topk)
-    end = end_of(topk_indices, length, rows.num_slots, 1024)
+    slots = stream.keys + (request * stream.keys_request + token * stream.keys_token)
+    end = end_of(slots, length_of(stream, request, token), rows.num_slots, 1024)
     num_steps = tl.cdiv(end, BLOCK_N)
     if EXTRA is not None:
-        extra_indices += request * extra_request + token * extra_token
-        extra_length = length_of(
-            extra_lengths, extra_lengths_request, extra_lengths_token, request, token, extra_topk
-        )
-        extra_end = end_of(extra_indices, extra_length, extra_rows.num_slots, 1024)
+        extra_slots = extra.keys + (request * extra.keys_request + token * extra.keys_token)
+        extra_length = length_of(extra, request, token)
+        extra_end = end_of(extra_slots, extra_length, extra_rows.num_slots, 1024)
         steps = tl.cdiv(num_steps + tl.cdiv(extra_end, BLOCK_N), num_splits)
     else:
         steps = tl.cdiv(num_steps, num_splits)
     first = split.to(tl.int32) * steps
     last = first + steps
 
-    wide = head.to(tl.int64)
-    q_rows = request * q_request + token * q_token + wide * q_head
-    rope_rows = None
-    if q_rope is not None:
-        rope_rows = request * rope_request + token * rope_token + wide * rope_head
-    q_value, q_rest = load_queries(q, q_rows, q_rope, rope_rows, real, L)
+    q_value, q_rest = load_rows_of(queries, request, token, head.to(tl.int64), real, L)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
@@ -134,7 +116,7 @@ def _sparse_decode(
         q_value,
         q_rest,
         rows,
-        topk_indices,
+        slots,
         first * BLOCK_N,
         tl.minimum(last * BLOCK_N, end),
         scale_log2,
@@ -152,7 +134,7 @@ def _sparse_decode(
             q_value,
             q_rest,
             extra_rows,
-            extra_indices,
+            extra_slots,
             tl.maximum(first - num_steps, 0) * BLOCK_N,
             tl.minimum((last - num_steps) * BLOCK_N, extra_end),
             scale_log2,
@@ -166,24 +148,17 @@ def _sparse_decode(
             UPCAST,
         )
 
-    sink = None
-    if attn_sink is not None:
-        sink = tl.load(attn_sink + head, mask=real, other=0.0)
-    out_rows = split * out_split + request * out_request + token * out_token
-    lse_rows = split * lse_split + request * lse_request + token * lse_token
-    out_rows += wide * out_head
-    store_state(out, out_rows, lse, lse_rows + head, real, sink, m, l, acc, L.value_dim)
+    store_rows_of(results, split, request, token, head, real, m, l, acc, L)
 
 
 def sparse_decode(call: SparseDecode) -> None:
-    q, q_rope, topk_indices = call.q, call.q_rope, call.topk_indices
+    q = call.q
     batch, query_len, num_heads = q.shape[:3]
     rows, layout = cache_arguments(call.cache)
-    extra_rows, extra_layout, extra_strides, extra_topk = None, None, (0, 0), 0
+    extra_rows = extra_layout = extra = None
     if call.extra_cache is not None and call.extra_topk_indices is not None:
         extra_rows, extra_layout = cache_arguments(call.extra_cache)
-        extra_strides = call.extra_topk_indices.stride()[:2]
-        extra_topk = call.extra_topk_indices.shape[2]
+        extra = KeyList.of(call.extra_cache, call.extra_topk_indices, call.extra_topk_lengths)
     num_splits = splits_of_sparse(call).num_splits
     tile = choose_tile(num_heads, layout, q.dtype, q.device, extra=extra_layout)
     num_programs = batch * query_len * cdiv(num_heads, tile.block_m) * num_splits
@@ -193,27 +168,12 @@ def sparse_decode(call: SparseDecode) -> None:
         q, layout.value_dim, num_splits, call.workspace, call.out, call.lse
     )
     _sparse_decode[(num_programs,)](
-        q,
-        *q.stride()[:3],
-        q_rope,
-        *((None, None, None) if q_rope is None else q_rope.stride()[:3]),
+        Queries.of(q, call.q_rope),
         rows,
-        topk_indices,
-        *topk_indices.stride()[:2],
-        call.topk_lengths,
-        *length_strides(call.topk_lengths),
-        topk_indices.shape[2],
+        KeyList.of(call.cache, call.topk_indices, call.topk_lengths),
         extra_rows,
-        call.extra_topk_indices,
-        *extra_strides,
-        call.extra_topk_lengths,
-        *length_strides(call.extra_topk_lengths),
-        extra_topk,
-        call.attn_sink if num_splits == 1 else None,
-        outs,
-        *outs.stride()[:4],
-        lses,
-        *lses.stride()[:3],
+        extra,
+        Results.of_splits(outs, lses, call.attn_sink),
         query_len,
         num_heads,
         num_splits,
@@ -233,25 +193,13 @@ def sparse_decode(call: SparseDecode) -> None:
 
 @triton.jit(do_not_specialize_on_alignment=["num_splits"])
 def _dense_decode(
-    q,
-    q_request,
-    q_token,
-    q_head,
+    queries,
     rows,
     page_table,
     table_request,
     table_width,
     seq_lens,
-    attn_sink,
-    out,
-    out_split,
-    out_request,
-    out_token,
-    out_head,
-    lse,
-    lse_split,
-    lse_request,
-    lse_token,
+    results,
     query_len,
     num_heads,
     num_splits,
@@ -287,8 +235,7 @@ def _dense_decode(
 
     token = token.to(tl.int64)
     head = head.to(tl.int64)
-    q_rows = request * q_request + token * q_token + head * q_head
-    q_value, q_rest = load_queries(q, q_rows, None, None, real, L)
+    q_value, q_rest = load_rows_of(queries, request, token, head, real, L)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, VALUE], tl.float32)
@@ -320,12 +267,7 @@ def _dense_decode(
             UPCAST,
         )
 
-    sink = None
-    if attn_sink is not None:
-        sink = tl.load(attn_sink + head, mask=real, other=0.0)
-    out_rows = split * out_split + request * out_request + token * out_token + head * out_head
-    lse_rows = split * lse_split + request * lse_request + token * lse_token + head
-    store_state(out, out_rows, lse, lse_rows, real, sink, m, l, acc, L.value_dim)
+    store_rows_of(results, split, request, token, head, real, m, l, acc, L)
 
 
 def dense_decode(call: DenseDecode) -> None:
@@ -341,18 +283,13 @@ def dense_decode(call: DenseDecode) -> None:
         q, layout.value_dim, num_splits, call.workspace, call.out, call.lse
     )
     _dense_decode[(num_programs,)](
-        q,
-        *q.stride()[:3],
+        Queries.of(q),
         rows,
         page_table,
         page_table.stride(0),
         page_table.shape[1],
         call.seq_lens,
-        call.attn_sink if num_splits == 1 else None,
-        outs,
-        *outs.stride()[:4],
-        lses,
-        *lses.stride()[:3],
+        Results.of_splits(outs, lses, call.attn_sink),
         query_len,
         num_heads,
         num_splits,
