@@ -132,6 +132,29 @@ def with_positions_of_one_rank(rank):
     return str(error.value)
 
 
+def stressed(rank, device):
+    """Exchanges that differ in ``exchange_bench.py --stress``, and with one wrong selection."""
+    import exchange_bench
+
+    place = torch.device(device, rank if device == "cuda" else 0)
+    differ = exchange_bench.stress(20_000 if device == "cuda" else 40, 32, place)
+    with pytest.MonkeyPatch.context() as patch:
+        right, calls = exchange_bench.exchange_topk, []
+
+        def once_wrong(*arguments, out, **options):
+            calls.append(right(*arguments, out=out, **options))
+            if len(calls) == 2 and rank == 1:
+                out[-1, -1] += 1
+
+        patch.setattr(exchange_bench, "exchange_topk", once_wrong)
+        return differ, exchange_bench.stress(16, 32, place)
+
+
+@pytest.mark.parametrize("device", processes.RANK_DEVICES)
+def test_many_exchanges_with_delays_are_those_of_collectives(tmp_path, device):
+    assert processes.on_ranks(2, tmp_path, device, stressed, device) == [(0, 1)] * 2
+
+
 @pytest.mark.parametrize("device", processes.RANK_DEVICES)
 def test_the_exchange_of_two_ranks_is_checked_and_timed(tmp_path, device):
     import exchange_bench

@@ -2950,7 +2950,7 @@ def test_shared_keys_reach_no_kernel_that_was_not_warmed_up(
     monkeypatch.setattr(parallel, "_launch", lambda inboxes, call: call.selected.fill_(0))
     monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
     ops = {
-        exchange: ("indexer_scores_paged", "select_topk", "exchange_rows"),
+        exchange: ("indexer_scores_paged", "select_topk", "exchange_topk"),
         parallel: ("merge_topk",),
     }
     calls = replay.spy(monkeypatch, ops)
