@@ -107,7 +107,14 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     only = ["both, hisparse", "both, ngram"]
     assert select_modes("deepseek_v32", None, 1, (), only) == ["both, graphs", *only]
     older = select_modes("deepseek_v32", None, 1, (), acting_as="sm_80")
-    assert older == ["both, portable", "as sm_80", "as sm_80, graphs"]
+    weights = ["weights fp8", "weights int4"]
+    assert older == [
+        "both, portable",
+        *(f"both, {name}" for name in weights),
+        "as sm_80",
+        "as sm_80, graphs",
+        *(f"as sm_80, {name}" for name in weights),
+    ]
     older = select_modes("deepseek_v4", None, 1, (), acting_as="sm_89")
     assert older == ["v4", "v4, as sm_89", "v4, as sm_89, graphs"]
     assert capsys.readouterr().out == ""
