@@ -31,6 +31,9 @@ With ``--as sm_80`` the usual command, without plugins and backend named, serves
 package and Triton take the GPU for an older one, for which vLLM has no sparse attention. The driver
 translates the code of the older GPU. Tokens are compared with those of the GPU as it is.
 
+Where TileLang is not installed, DeepSeek-V4's hyper-connections are computed in PyTorch, in steps
+without CUDA graphs only.
+
 With ``--portable`` every mode serves vLLM's portable class of DeepSeek-V3.2: its class for NVIDIA
 GPUs needs CuTe DSL.
 """
@@ -56,6 +59,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sparsemla_lab.testing import checkpoints
 
@@ -668,10 +672,15 @@ def counted(worker: Any) -> tuple[list[str], list[str]]:  # noqa: ANN401 - of vL
 def acting_as(name: str) -> Iterator[None]:
     """Let vLLM, this package and Triton take the GPU for an older one.
 
-    vLLM asks NVML, and more of torch's properties than are pretended.
+    vLLM asks NVML, and more of torch's properties than are pretended. DeepGEMM sees the GPU as it
+    is, so its functions refuse all calls.
     """
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
+    from vllm.utils import deep_gemm
+
+    def unsupported(*args: object) -> None:
+        raise RuntimeError("DeepGEMM: Unsupported architecture")
 
     from sparsemla_lab.testing import emulate
 
@@ -688,8 +697,48 @@ def acting_as(name: str) -> Iterator[None]:
         with (
             mock.patch.object(torch.cuda, "get_device_properties", return_value=Properties()),
             mock.patch.object(platform, "get_device_capability", return_value=found),
+            # One that is set keeps vLLM from looking up the others, which then are missing.
+            mock.patch.object(deep_gemm, "_tf32_hc_prenorm_gemm_impl", unsupported),
         ):
             yield
+
+
+Number = Tensor | float
+Streams = tuple[Tensor, ...]
+
+
+def exchange_hyper_connections() -> None:
+    """Let vLLM's class of DeepSeek-V4 compute its hyper-connections in PyTorch, not in TileLang."""
+    from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_torch
+    from vllm.models.deepseek_v4.nvidia import model
+
+    def pre(streams: Tensor, *rest: Number, norm_weight: Tensor, norm_eps: float) -> Streams:
+        *mixes, x = mhc_pre_torch(streams, *rest)
+        return *mixes, torch.rms_norm(x, x.shape[-1:], norm_weight, norm_eps)
+
+    def first(
+        x: Tensor, fn: Tensor, *rest: Number, fn_broadcast: Tensor, **norm: Number
+    ) -> Streams:
+        streams = x[:, None].repeat(1, fn.shape[1] // x.shape[1], 1)
+        return streams, *pre(streams, fn, *rest, **norm)
+
+    def between(*args: Number, n_splits: int, tile_n: int, **norm: Number) -> Streams:
+        streams = mhc_post_torch(*args[:4])
+        return streams, *pre(streams, *args[4:], **norm)
+
+    def last(
+        streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float, eps: float
+    ) -> Tensor:
+        x = streams.flatten(1).float()
+        gates = x @ fn.T * (x.square().mean(1, keepdim=True) + rms_eps).rsqrt()
+        gates = (gates * scale + base).sigmoid() + eps
+        return (gates[..., None] * streams.float()).sum(1).to(streams.dtype)
+
+    model.mhc_pre_tilelang = pre
+    model.mhc_pre_broadcast_tilelang = first
+    model.mhc_fused_post_pre_tilelang = between
+    model.mhc_post_tilelang = mhc_post_torch
+    model.hc_head_fused_kernel_tilelang = last
 
 
 def serve(mode: Mode, model: Path, result: Path) -> None:
@@ -758,6 +807,7 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
     began = time.perf_counter()
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.utils.import_utils import has_tilelang
 
     if mode.portable:
         from vllm.model_executor.models.registry import ModelRegistry
@@ -769,6 +819,8 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         for architecture, name in GENERIC_MODELS.items():
             ModelRegistry.register_model(architecture, name)
     served = SERVED[mode.model]
+    if mode.model == "deepseek_v4" and not has_tilelang():
+        exchange_hyper_connections()
     llm = LLM(**engine_arguments(mode, model.parent / mode.weights))
     classes, *others = llm.apply_model(attention_classes)
     ours = any(name.startswith("sparsemla.") for name in classes)

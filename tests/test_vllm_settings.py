@@ -792,6 +792,8 @@ def test_every_model_with_selected_positions_is_served_or_refused():
 # Functions of vLLM whose work the plugins repeat, replace, or rely on without calling them.
 READ = [
     "vllm.lora.utils:is_in_target_modules",
+    "vllm.model_executor.kernels.mhc.tilelang:mhc_pre_broadcast_tilelang",
+    "vllm.model_executor.kernels.mhc.tilelang:mhc_pre_tilelang",
     "vllm.model_executor.layers.attention.mla_attention:MLAAttention.process_weights_after_loading",
     "vllm.model_executor.layers.attention.sparse_mla_attention:SparseMLACommonImpl.forward_mqa",
     "vllm.model_executor.layers.attention:is_deferred_attention_layer",

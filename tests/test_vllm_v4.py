@@ -41,6 +41,7 @@ with warnings.catch_warnings():
         model_parallel_is_initialized,
     )
     from vllm.forward_context import set_forward_context
+    from vllm.model_executor.kernels import mhc
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -713,6 +714,43 @@ def test_the_model_has_our_layers_exactly_if_the_backend_is_custom(build_model, 
         change.setattr(deepseek_v4, "exchanged", contextlib.nullcontext)
         with pytest.raises(RuntimeError, match="serve without --attention-backend CUSTOM"):
             build_model("CUSTOM")
+
+
+def test_the_first_hyper_connections_need_no_deepgemm_where_it_has_no_kernels(
+    build_model, monkeypatch
+):
+    """vLLM calls DeepGEMM for the first layer, whatever the GPU."""
+    vllms = nvidia_model.mhc_pre_broadcast_tilelang
+    monkeypatch.setattr(nvidia_model, "mhc_pre_broadcast_tilelang", vllms)  # to be put back
+    for supported, expected in ((True, vllms), (False, deepseek_v4.first_streams)):
+        monkeypatch.setattr(deepseek_v4, "is_deep_gemm_supported", lambda found=supported: found)
+        build_model("CUSTOM")
+        assert nvidia_model.mhc_pre_broadcast_tilelang is expected
+    draw, streams, hidden = Draw(1), 4, 256
+    x = draw.normal(5, hidden).bfloat16()
+    fn = draw.normal(streams * (streams + 2), streams * hidden) * hidden**-0.5
+    scale, base = draw.normal(3), draw.normal(streams * (streams + 2))
+    numbers = 1e-6, 1e-6, 1e-6, 2.0, 20
+    norm = {"norm_weight": draw.normal(hidden).bfloat16(), "norm_eps": 1e-6}
+
+    def normed(residual, fn, *rest, norm_weight, norm_eps):
+        *mixes, x = mhc.mhc_pre_torch(residual, fn, *rest)
+        return *mixes, torch.rms_norm(x, (hidden,), norm_weight, norm_eps)
+
+    monkeypatch.setattr(nvidia_model, "mhc_pre_tilelang", normed)
+    sums = fn.view(-1, streams, hidden).sum(1)  # what DeepGEMM multiplies by
+    mixes = x.float() @ sums.T * (x.float().square().mean(1, keepdim=True) + 1e-6).rsqrt()
+    found, post, comb, layer_input = nvidia_model.mhc_pre_broadcast_tilelang(
+        x, fn, scale, base, *numbers, fn_broadcast=sums, **norm
+    )
+    assert_equal("streams", found, x[:, None].expand(-1, streams, -1))
+    pre = (mixes[:, :streams] * scale[0] + base[:streams]).sigmoid() + 1e-6
+    wanted = pre.sum(1, keepdim=True) * x.float()
+    expected = torch.rms_norm(wanted, (hidden,), norm["norm_weight"].float(), 1e-6)
+    torch.testing.assert_close(layer_input.float(), expected, rtol=0.02, atol=0.02)
+    second = mixes[:, streams : 2 * streams] * scale[1] + base[streams : 2 * streams]
+    torch.testing.assert_close(post[..., 0], 2 * second.sigmoid(), rtol=1e-3, atol=1e-3)
+    assert comb.shape == (5, streams, streams)
 
 
 @pytest.mark.parametrize("part", ["compressor", "indexer", "indexer.compressor", "indexer.k_cache"])

@@ -13,6 +13,9 @@ vLLM's. Exchanged are four things that a layer does between its projections:
 
 Prefills read the FP8 caches in place, or first convert the rows that they see to bfloat16 if that
 is faster. Heads are not padded, and DeepGEMM, FlashMLA and CuTe DSL are not called.
+
+On GPUs without DeepGEMM the hyper-connections of the first layer stay vLLM's, too, but by the
+kernels of the other layers (:func:`first_streams`).
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from vllm.models.deepseek_v4.sparse_mla import (
 )
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
+from vllm.utils.deep_gemm import is_deep_gemm_supported
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend, dsa_indexer_uses_fp4
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
@@ -663,6 +667,8 @@ class WithAttention(nn.Module):
             return
         check(DEEPSEEK_V4, sys.modules[__name__])
         refuse(vllm_config)
+        if not is_deep_gemm_supported():
+            model.mhc_pre_broadcast_tilelang = first_streams
         with exchanged():
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         check_layers(self)
@@ -682,6 +688,24 @@ class DeepseekV4ForCausalLM(WithAttention, deepseek_v4.DeepseekV4ForCausalLM):
 
 class DeepSeekV4MTP(WithAttention, deepseek_v4.DeepSeekV4MTP):
     """Its layer for multi-token prediction."""
+
+
+def first_streams(
+    residual: Tensor,
+    fn: Tensor,
+    *coefficients: Any,  # noqa: ANN401 - passed on to vLLM
+    fn_broadcast: Tensor,
+    **options: Any,  # noqa: ANN401 - passed on to vLLM
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What ``mhc_pre_broadcast_tilelang`` does for the first layer's hyper-connections.
+
+    vLLM's function multiplies embeddings by sums over the streams, in a kernel of DeepGEMM that
+    runs on sm_90, sm_100 and sm_120 only. Multiplied by each stream's weights, as in every other
+    layer, they take the kernel of TileLang that vLLM has for other GPUs.
+    """
+    del fn_broadcast
+    streams = residual[:, None].repeat(1, fn.shape[1] // residual.shape[1], 1)
+    return streams, *model.mhc_pre_tilelang(streams, fn, *coefficients, **options)
 
 
 @contextlib.contextmanager

@@ -491,8 +491,9 @@ DEEPSEEK_V4 = INDEXER + _rows(
         deepseek_v4: base classes
             DeepseekV4ForCausalLM DeepSeekV4MTP
     vllm.models.deepseek_v4.nvidia:
-        model: exchanged choice of attention
-            _select_dsv4_attn_cls DeepseekV4DecoderLayer
+        model: exchanged choice of attention, and of the first layer's hyper-connections
+            _select_dsv4_attn_cls DeepseekV4DecoderLayer mhc_pre_broadcast_tilelang
+            mhc_pre_tilelang
     vllm.models.deepseek_v4:
         attention: exchanged class of compressors
             DeepseekCompressor DeepseekV4Attention DeepseekV4Indexer
@@ -541,6 +542,8 @@ DEEPSEEK_V4 = INDEXER + _rows(
     vllm.platforms.interface:
         DeviceCapability: GPUs
             major
+    vllm.utils.deep_gemm:
+        is_deep_gemm_supported: GPUs with DeepGEMM's kernels
     vllm.v1.worker.workspace:
         current_workspace_manager: memory shared by layers
     vllm.model_executor.layers.linear:
