@@ -58,6 +58,36 @@ def test_moe_sum_reduce(sgl_kernel):
     torch.testing.assert_close(out, (2.5 * x.double().sum(1)).bfloat16())
 
 
+@pytest.mark.parametrize("topk", [4, 24])
+def test_fast_topk_transform_fused(sgl_kernel, topk):
+    """Two requests of 3 and 2 rows, whose keys follow each other in the columns."""
+    lengths, starts = torch.tensor([7, 8, 9, 1, 2]).int(), torch.tensor([0, 0, 0, 9, 9]).int()
+    score, table = torch.randn(5, 12), torch.randperm(40).int().view(2, 20)
+    found = sgl_kernel.fast_topk_transform_fused(
+        score, lengths, table, torch.tensor([0, 3, 5]).int(), topk, row_starts=starts
+    )
+    assert found.shape == (5, topk)
+    assert found.dtype == torch.int32
+    for row, request in enumerate([0, 0, 0, 1, 1]):
+        start, length = int(starts[row]), int(lengths[row])
+        best = score[row, start : start + length].topk(min(topk, length)).indices
+        slots = found[row][found[row] >= 0]
+        assert sorted(slots.tolist()) == sorted(table[request][best].tolist())
+
+
+def test_fast_topk_transform_fused_of_decodes(sgl_kernel):
+    """A row of each request, no starts, and fewer slots than columns."""
+    score, table = torch.randn(3, 8), torch.arange(24).int().view(3, 8)
+    score = torch.cat([score, torch.full((3, 30), 9.0)], 1)  # not of a request
+    found = sgl_kernel.fast_topk_transform_fused(
+        score, torch.tensor([8, 3, 1]).int(), table, torch.arange(4).int(), 4
+    )
+    score = score[:, :8]
+    assert found[0].sort().values.tolist() == score[0].topk(4).indices.sort().values.tolist()
+    assert found[1].sort().values.tolist() == [-1, 8, 9, 10]
+    assert found[2].tolist() == [16, -1, -1, -1]
+
+
 def test_weak_ref_tensor_keeps_the_address(sgl_kernel):
     x = torch.randn(3)
     assert sgl_kernel.weak_ref_tensor(x).data_ptr() == x.data_ptr()

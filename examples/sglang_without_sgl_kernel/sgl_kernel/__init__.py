@@ -1,7 +1,7 @@
 """Stands in for SGLang's ``sgl_kernel`` where its binary belongs to another torch.
 
 SGLang 0.5.23 imports ``sgl_kernel`` at start, whatever it serves, and its binary loads with one
-version of torch only. A greedy bfloat16 run of a DeepSeek-V3.2 calls five functions of it, which
+version of torch only. A greedy bfloat16 run of a DeepSeek-V3.2 calls six functions of it, which
 are here in PyTorch. Any other name can be imported, and raises ``NotImplementedError`` when it is
 called: nothing is computed by a kernel that is not the one SGLang asked for.
 
@@ -86,6 +86,38 @@ def moe_sum_reduce(input: Tensor, output: Tensor, routed_scaling_factor: float) 
     """
     _must_be_bfloat16("moe_sum_reduce", input)
     output.copy_(input.float().sum(1) * routed_scaling_factor)
+
+
+def fast_topk_transform_fused(
+    score: Tensor,
+    lengths: Tensor,
+    page_table_size_1: Tensor,
+    cu_seqlens_q: Tensor,
+    topk: int,
+    row_starts: Tensor | None = None,
+) -> Tensor:
+    """Slots of the keys with the best scores, int32 ``[T, topk]``, then -1.
+
+    Args:
+        score: ``[T, N]``; row t competes with ``lengths[t]`` columns from ``row_starts[t]`` on.
+        lengths: ``[T]``.
+        page_table_size_1: slots of the keys of each request ``[B, keys]``.
+        cu_seqlens_q: ``[B + 1]``, first row of each request, and T.
+        topk: length of a list.
+        row_starts: ``[T]``, default 0.
+    """
+    starts = torch.zeros_like(lengths) if row_starts is None else row_starts
+    columns = torch.arange(score.shape[1], device=score.device)
+    positions = columns - starts[:, None]
+    seen = (positions >= 0) & (positions < lengths[:, None])
+    found = score.masked_fill(~seen, -torch.inf).topk(min(topk, score.shape[1])).indices
+    rows = torch.arange(len(score), device=score.device)
+    requests = torch.bucketize(rows, cu_seqlens_q[1:], right=True)
+    present = seen.gather(1, found)  # the table may have no column for the others
+    slots = page_table_size_1[requests[:, None], positions.gather(1, found) * present]
+    lists = torch.full((len(score), topk), -1, dtype=torch.int32, device=score.device)
+    lists[:, : found.shape[1]] = torch.where(present, slots, -1)
+    return lists
 
 
 def weak_ref_tensor(tensor: Tensor) -> Tensor:
