@@ -2,10 +2,14 @@
 
 The model is the DeepSeek-V3.2 of :mod:`sparsemla_lab.testing.models`, or with ``--model
 deepseek_v4`` the DeepSeek-V4 of :mod:`sparsemla_lab.testing.models_v4`: it copies from its context
-and is sure of it. Every mode serves it in a process of its own, with prompts that are longer than a
-selection, chunked prefills, and batches of prefills and decodes. Then tokens and log-probabilities
-are compared. For each mode a line says which classes served, and which kernels were compiled once
-it was ready.
+and is sure of it. With ``--model glm5_next`` it is the GLM-5.3-Flash of
+:mod:`sparsemla_lab.testing.models_glm5`, without hyper-connections, which finds tokens by content,
+and is compared with transformers' class.
+
+Every mode serves the model in a process of its own, with prompts that are longer than a selection,
+chunked prefills, and batches of prefills and decodes. Then tokens and log-probabilities are
+compared. For each mode a line says which classes served, and which kernels were compiled once it
+was ready.
 
 ``hisparse`` and ``host`` keep rows on the host, by vLLM's connector and by this package's,
 ``prefixes`` asks again, from cached prefixes, ``ngram`` copies drafts from the context, and
@@ -33,6 +37,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -41,6 +46,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,6 +79,7 @@ class Mode:
         records: selections are recorded.
         more: other arguments of vLLM's engine.
         acting_as: the older GPU that the GPU is taken for.
+        transformers: transformers' class serves the model, one prompt after the other.
     """
 
     plugins: str | None
@@ -89,10 +96,12 @@ class Mode:
     records: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
     acting_as: str | None = None
+    transformers: bool = False
 
 
 BOTH = "sparsemla,sparsemla_indexer"
 V4: dict[str, Any] = {"cache": "fp8", "model": "deepseek_v4"}
+GLM: dict[str, Any] = {"model": "glm5_next"}
 TP2: dict[str, Any] = {"gpus": 2}
 DCP2: dict[str, Any] = {"gpus": 2, "dcp": 2}
 PCP2: dict[str, Any] = {"gpus": 2, "pcp": 2}
@@ -178,6 +187,11 @@ MODES = {
     "v4, graphs": Mode("sparsemla", "CUSTOM", graphs=True, **V4),
     "v4, graphs, tp2": Mode("sparsemla", "CUSTOM", graphs=True, **V4, **TP2),
     "v4, graphs, tp2 rows": Mode("sparsemla", "CUSTOM", graphs=True, divides=True, **V4, **TP2),
+    "glm, transformers": Mode("", None, transformers=True, **GLM),
+    "glm": Mode(BOTH, "CUSTOM", **GLM),
+    "glm, graphs": Mode(BOTH, "CUSTOM", graphs=True, **GLM),
+    "glm, bf16": Mode(BOTH, "CUSTOM", cache="bfloat16", **GLM),
+    "glm, bf16, graphs": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **GLM),
     "as sm_80": Mode(None, None, cache="fp8", **SM_80),
     "as sm_80, graphs": Mode(None, None, cache="fp8", graphs=True, **SM_80),
     "as sm_89": Mode(None, None, cache="fp8", **SM_89),
@@ -233,6 +247,10 @@ PAIRS = (
     ("v4, graphs", "v4"),
     ("v4, graphs, tp2", "v4, graphs"),
     ("v4, graphs, tp2 rows", "v4, graphs, tp2"),
+    ("glm", "glm, transformers"),
+    ("glm, graphs", "glm, transformers"),
+    ("glm, bf16", "glm, transformers"),
+    ("glm, bf16, graphs", "glm, transformers"),
     ("as sm_80", "both, portable"),
     ("as sm_80, graphs", "both, portable"),
     ("as sm_89", "both"),
@@ -337,35 +355,127 @@ def make_v4_model(folder: Path) -> None:
     save_file(published_weights(model), folder / "model.safetensors", {"format": "pt"})
 
 
+def glm_model() -> Any:  # noqa: ANN401 - of transformers
+    """A GLM-5.3-Flash with the dims of its attention and indexer, and plain residuals.
+
+    Its hyper-connections have one stream, which they read and write with a factor of one.
+    """
+    from sparsemla_lab.testing.models_glm5 import finding_model
+
+    model = finding_model(
+        torch.bfloat16,
+        hidden_size=HIDDEN,
+        intermediate_size=1024,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        q_lora_rank=256,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        v_head_dim=VALUE,
+        indexer_types=["full"] * 3,
+        linear_head_dim=64,
+        linear_num_heads=4,
+        index_topk=128,
+        index_n_heads=32,
+        index_head_dim=128,
+        max_position_embeddings=4096,
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            part = name.rsplit(".", 1)[-1]
+            if "_hc." in name:
+                parameter.zero_()
+                if part == "base":
+                    parameter[0] = 30  # of a sigmoid
+        model.lm_head.weight *= 1 / 12  # logits of the size of a trained model's
+    return model
+
+
+def make_glm_model(folder: Path) -> None:
+    """Write the language model of GLM-5.3-Flash alone, as vLLM's class of it reads it."""
+    from safetensors.torch import load_file, save_file
+
+    model = glm_model()
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    weights = {
+        name.replace("model.language_model.", "model."): weight
+        for name, weight in load_file(path).items()
+        if ".hc_" not in name and ".visual." not in name
+    }
+    save_file(weights, path, {"format": "pt"})
+    text = model.config.text_config.to_dict() | {
+        "architectures": ["Glm5NextForCausalLM"],
+        "dtype": "bfloat16",
+        # vLLM's class reads these, transformers' has no fields for them.
+        "mhc": False,
+        "mla_use_nope": True,
+        "indexer_rope_interleave": True,
+    }
+    (folder / "config.json").write_text(json.dumps(text))
+
+
+def glm_prompt(draw: np.random.Generator, length: int) -> list[int]:
+    """A text in which the next token after ``(a, b)`` is ``(b, c)``, which occurs once."""
+    from sparsemla_lab.testing.models_glm5 import PARTS, POOL, SLOT
+
+    order = 1 + draw.permutation(PARTS - 1)
+    ids = draw.integers(0, PARTS, length)  # begin with 0, which no token names
+    pools = draw.choice(length // POOL, len(order), replace=False)
+    ids[pools * POOL + SLOT] = PARTS * order + np.roll(order, 1)
+    ids[-1] = order[0]
+    return ids.tolist()
+
+
+def random_prompt(draw: np.random.Generator, length: int, vocabulary: int) -> list[int]:
+    """Random tokens, but for the first two."""
+    return draw.integers(2, vocabulary, length).tolist()
+
+
 @dataclass(frozen=True)
 class Served:
     """A model, and how it is served.
 
     Args:
         make: writes it into a folder.
-        vocabulary: its tokens.
+        prompt: draws one of a length.
         lengths: of the prompts.
         max_length: of prompts and answers.
-        block_size: of vLLM's caches.
+        block_size: of vLLM's caches; None lets vLLM choose.
         step: most tokens of a step.
     """
 
     make: Callable[[Path], None]
-    vocabulary: int
+    prompt: Callable[[np.random.Generator, int], list[int]]
     lengths: tuple[int, ...]
     max_length: int
-    block_size: int
+    block_size: int | None
     step: int
+
+    def prompts(self) -> list[list[int]]:
+        """The prompts, the same ones at each call."""
+        draw = np.random.default_rng(0)
+        return [self.prompt(draw, length) for length in self.lengths]
 
 
 SERVED = {
-    "deepseek_v32": Served(make_model, VOCABULARY, LENGTHS, 4096, 64, 1024),
+    "deepseek_v32": Served(
+        make_model, partial(random_prompt, vocabulary=VOCABULARY), LENGTHS, 4096, 64, 1024
+    ),
+    "glm5_next": Served(
+        make_glm_model, glm_prompt, (1500, 700, 64, 2047, 900, 3000), 4096, None, 1024
+    ),
     # Of longer contexts the layer of entries of 128 tokens would not know the latest entry.
     # For the hyper-connections vLLM compiles a TileLang kernel for each way to split a sum that a
     # step may take, one after the other: 23 for steps of up to 1024 tokens on 132 multiprocessors,
     # 6 for 256. DeepGEMM compiles a kernel for most of them, too, once a step needs it.
     "deepseek_v4": Served(
-        make_v4_model, 256, (1200, 700, 300, 256, 1400, 900, 500), 1536, 256, 256
+        make_v4_model,
+        partial(random_prompt, vocabulary=256),
+        (1200, 700, 300, 256, 1400, 900, 500),
+        1536,
+        256,
+        256,
     ),
 }
 
@@ -493,7 +603,45 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     if mode.acting_as is not None:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # its processes would compile for the real GPU
     with acting_as(mode.acting_as) if mode.acting_as else nullcontext():
-        result.write_text(json.dumps(_serve(mode, model)))
+        found = _serve_by_transformers(mode) if mode.transformers else _serve(mode, model)
+    result.write_text(json.dumps(found))
+
+
+def _serve_by_transformers(mode: Mode) -> dict[str, Any]:
+    """What :func:`_serve` tells, of transformers' class of GLM-5.3-Flash with eager attention."""
+    began = time.perf_counter()
+    model = glm_model().to("cuda" if torch.cuda.is_available() else "cpu")
+    ready, answers = time.perf_counter(), []
+    for ids in SERVED[mode.model].prompts():
+        text = torch.tensor([ids], device=model.device)
+        whole = model.generate(
+            text,
+            attention_mask=torch.ones_like(text),
+            min_new_tokens=NUM_NEW,
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+        )
+        with torch.no_grad():
+            logits = model(whole[:, :-1]).logits[0].float()
+        best = logits[len(ids) - 1 :].topk(2).values
+        known = logits[: len(ids) - 1].log_softmax(-1).gather(1, text[0, 1:, None])[:, 0]
+        answers.append(
+            {
+                "prompt": known.tolist(),
+                "tokens": whole[0, len(ids) :].tolist(),
+                "margin": float((best[:, 0] - best[:, 1]).min()),
+            }
+        )
+    seconds = [ready - began, time.perf_counter() - ready]
+    named = f"{type(model).__module__}.{type(model).__qualname__}"
+    return {
+        "answers": answers,
+        "classes": [named],
+        "compiled": [],
+        "loaded": [],
+        "seconds": seconds,
+        "shared": [],
+    }
 
 
 def _serve(mode: Mode, model: Path) -> dict[str, Any]:
@@ -520,11 +668,7 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
     if ours != named or portable < needs_portable or any(x != classes for x in others):
         raise RuntimeError(f"{mode} needs other classes than those that serve: {classes, *others}")
     ready = time.perf_counter()
-    draw = np.random.default_rng(0)
-    prompts = [
-        {"prompt_token_ids": draw.integers(2, served.vocabulary, n).tolist()}
-        for n in served.lengths
-    ]
+    prompts = [{"prompt_token_ids": ids} for ids in served.prompts()]
     params = SamplingParams(
         temperature=0,
         max_tokens=NUM_NEW,
@@ -542,7 +686,8 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
             temperature=0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=2, detokenize=False
         )
         for answer, later in zip(answers, llm.generate(prompts, again), strict=True):
-            if len(answer.prompt_token_ids) > served.block_size and not later.num_cached_tokens:
+            longer = len(answer.prompt_token_ids) > (served.block_size or math.inf)
+            if longer and not later.num_cached_tokens:
                 raise RuntimeError("no prefix was found in the cache")
             answer.outputs = later.outputs
     answered = time.perf_counter()

@@ -25,6 +25,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
         ("vllm_invariance.py", "--at-once"),
         ("vllm_first_request.py", "--serve"),
         ("vllm_bench.py", "--experts"),
+        ("vllm_places.py", "--places"),
         ("sglang_hooks.py", "--fa3"),
         ("sglang_engine.py", "--at-once"),
     ],

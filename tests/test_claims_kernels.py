@@ -15,6 +15,7 @@ import pytest
 
 import test_claims
 from sparsemla_lab.bench import report
+from sparsemla_lab.bench.workloads import GLM53_ROWS
 from test_claims import (
     DATA,
     FP8,
@@ -161,6 +162,36 @@ def two_caches(device: str, peer: str, heads: int, batch: int | None = None) -> 
 
 def beside_fa3() -> list[report.Row]:
     return found("h100", "sparse_decode", "FA3", "bf16_576v512")
+
+
+def glm_decodes(cache: str) -> str:
+    """Ratios to FA3 with 64 and with 8 heads, of GLM-5.3-Flash's lists."""
+    chosen = [
+        row
+        for row in rows("h200")
+        if row.op == "sparse_decode"
+        and row.shape["topk"] == GLM53_ROWS
+        and row.peer == "FA3"
+        and cache in row.case
+    ]
+    return " and ".join(
+        listed(sorted((r for r in chosen if r.shape["heads"] == heads), key=batch_of))
+        for heads in (64, 8)
+    )
+
+
+def batch_of(row: report.Row) -> int:
+    return row.shape["batch"]
+
+
+def glm_selections(pool: int) -> str:
+    """Ratios to the fastest selection of others, of 1, 8 and 64 requests."""
+    fastest: dict[int, float] = {}
+    for row in rows("h200"):
+        if row.op == "indexer_topk" and f"keys of {pool} tokens, 16 heads" in row.case:
+            batch = batch_of(row)
+            fastest[batch] = min(row.ratio, fastest.get(batch, row.ratio))
+    return ", ".join(f"{fastest[batch]:.2f}" for batch in sorted(fastest))
 
 
 def converted_prefill(*tokens: int) -> list[report.Row]:
@@ -588,6 +619,16 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
             lambda: ends(beside_cudnn("overlapping")),
             lambda: ", ".join(f"{ratio:.2f}" for ratio in beside_cudnn("random")),
         ],
+    ),
+    (
+        GOALS,
+        "with 64 and with 8 heads | bfloat16 rows {}; 528 bytes {} |",
+        [lambda: glm_decodes("bf16_512v512"), lambda: glm_decodes("fp8_nope")],
+    ),
+    (
+        GOALS,
+        "the fastest top-k: 1.3 | pools of 4: {}; of 16: {} |",
+        [lambda: glm_selections(4), lambda: glm_selections(16)],
     ),
     (
         GOALS,

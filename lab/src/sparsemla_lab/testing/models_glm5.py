@@ -81,13 +81,17 @@ def pooled_model(dtype: torch.dtype = torch.float32, **sizes: object) -> Any:  #
     return model.to(dtype)
 
 
-def finding_model(dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401
+def finding_model(dtype: torch.dtype = torch.float32, **sizes: object) -> Any:  # noqa: ANN401
     """The model whose next token after ``(a, b)`` is the context's token ``(b, c)``.
 
     Head 0 of the first sparse layer finds it. The indexer looks for pools whose token in slot
     :data:`SLOT` begins with ``b``, and selects two of them. Other weights are random and small.
+
+    Args:
+        dtype: dtype of the model.
+        sizes: as in :func:`pooled_model`.
     """
-    model = pooled_model()
+    model = pooled_model(**sizes)
     base = model.model.language_model
     given, found = 1 + torch.arange(2 * PARTS), 1 + 2 * PARTS + torch.arange(2 * PARTS)
     first, second, places = given[:PARTS], given[PARTS:], torch.arange(PARTS)
@@ -104,7 +108,9 @@ def finding_model(dtype: torch.dtype = torch.float32) -> Any:  # noqa: ANN401
         model.lm_head.weight.zero_()[:, found] = 3 * hot
         attention = base.layers[1].self_attn
         attention.q_a_proj.weight.zero_()[places, second] = 1
-        heads = attention.q_b_proj.weight.view(attention.num_heads, -1, 32)
+        heads = attention.q_b_proj.weight.view(
+            attention.num_heads, -1, attention.q_b_proj.in_features
+        )
         heads[0].zero_()[places, places] = 4
         latent = attention.kv_a_proj_with_mqa.weight.zero_()
         latent[torch.arange(2 * PARTS), given] = 1
