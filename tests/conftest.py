@@ -63,7 +63,8 @@ def pytest_make_parametrize_id(val):
 @pytest.fixture(scope="session", autouse=True)
 def few_threads():
     # Workers share the cores; waiting threads of one worker would delay the others.
-    torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+    most = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+    torch.set_num_threads(min(torch.get_num_threads(), most))  # OMP_NUM_THREADS may ask for fewer
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from sparsemla.kernels.common.table import Kernel, Op
 from sparsemla.kernels.repeat import unrepeated
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import run_op
-from sparsemla_lab.testing.compile import TARGETS, _CompileOnlyDriver, believe
+from sparsemla_lab.testing.compile import TARGETS, Target, _CompileOnlyDriver, believe
 from sparsemla_lab.verify.matrix import MATRIX
 
 COMPOSED = ("index_loss",)
@@ -63,9 +63,24 @@ def agree(op: str, kernel: str, modules: set[str]) -> bool:
     return any(module.startswith(f"{family}.sm90") for module in hopper)
 
 
-def mismatches(target_name: str) -> Iterator[str | None]:
-    """For each case of the table, None; or how its launches differ from what ``explain`` names."""
-    (target,) = (one for one in TARGETS if one.name == target_name)
+def mismatches(target_names: Sequence[str]) -> Iterator[str | None]:
+    """For each case of the table and each target, None; or how launches differ from ``explain``.
+
+    A case is drawn once, which takes most of the time.
+    """
+    targets = [target for target in TARGETS if target.name in target_names]
+    for op, cases in MATRIX.items():
+        for case in cases:
+            if case.large or op in COMPOSED:
+                continue
+            drawn = case.build(Draw(0, "cpu"))
+            for target in targets:
+                wrong = mismatch(op, on_meta(drawn), target)
+                yield wrong and f"{op}, {case.name}, {target.name}: {wrong}"
+
+
+def mismatch(op: str, arguments: Mapping[str, Any], target: Target) -> str | None:
+    """None, or how the launches of a call differ from what ``explain`` names."""
     launched: list[tuple[str, set[str]]] = []
     """The ops that ran, in order, with the modules of the device functions that they launched."""
     choose = dispatch.choose
@@ -87,30 +102,24 @@ def mismatches(target_name: str) -> Iterator[str | None]:
         stack.enter_context(meta_means(torch.device("cuda")))
         stack.enter_context(unrepeated())
         stack.enter_context(torch.no_grad())
-        for op, cases in MATRIX.items():
-            for case in cases:
-                if case.large or op in COMPOSED:
-                    continue
-                arguments = on_meta(case.build(Draw(0, "cpu")))
-                named = sparsemla.explain(run_op, op, arguments).choices
-                launched.clear()
-                with (
-                    mock.patch.object(dispatch, "choose", choosing),
-                    mock.patch.object(JITFunction, "run", run),
-                ):
-                    run_op(op, arguments)
-                right = [name for name, _ in launched] == [choice.op for choice in named] and all(
-                    agree(choice.op, choice.kernel, modules)
-                    for choice, (_, modules) in zip(named, launched, strict=True)
-                )
-                kernels = [(choice.op, choice.kernel) for choice in named]
-                yield None if right else f"{op}, {case.name}: named {kernels}, ran {launched}"
+        named = sparsemla.explain(run_op, op, arguments).choices
+        launched.clear()
+        stack.enter_context(mock.patch.object(dispatch, "choose", choosing))
+        stack.enter_context(mock.patch.object(JITFunction, "run", run))
+        run_op(op, arguments)
+    right = [name for name, _ in launched] == [choice.op for choice in named] and all(
+        agree(choice.op, choice.kernel, modules)
+        for choice, (_, modules) in zip(named, launched, strict=True)
+    )
+    if right:
+        return None
+    return f"named {[(choice.op, choice.kernel) for choice in named]}, ran {launched}"
 
 
-def main(target_name: str) -> None:
+def main(*target_names: str) -> None:
     """Print each mismatch, and at last the number of calls."""
     count = 0
-    for wrong in mismatches(target_name):
+    for wrong in mismatches(target_names):
         if wrong is None:
             count += 1
         else:

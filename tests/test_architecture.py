@@ -3,6 +3,7 @@
 import ast
 import inspect
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -408,7 +409,7 @@ def test_importing_the_package_loads_nothing_heavy():
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"PYTHONPATH": str(PACKAGE.parent), "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert result.stdout.split() == []
 

@@ -899,7 +899,7 @@ CLAIMS: list[tuple[str, str, Figures]] = [
     ),
     (
         "docs/verification.md",
-        "Tests on a CPU find {} mutants, and CI runs them in three turns, one a commit. "
+        "Tests on a CPU find {} mutants, and CI runs them in six turns, one a commit. "
         "Of Hopper's kernels there are {}:",
         [lambda: str(len(mutants.CPU_MUTANTS)), lambda: str(len(mutants.GPU_MUTANTS))],
     ),

@@ -21,6 +21,7 @@ from sparsemla_lab.testing.compile import (
     report,
 )
 
+NAMES = [target.name for target in TARGETS]
 TABLES = sorted((Path(__file__).parent / "launches").glob("*.py"))
 
 
@@ -43,21 +44,21 @@ def every_launch():
     """Each launch of each table for each of its targets; one launch a table is not slow.
 
     The kernels in Gluon compile on two versions of Triton, by turns. Slow launches also take turns
-    from one commit to the next: those in Gluon two, with both versions in each, and portable ones
-    three, so that most launches have a target in each.
+    from one commit to the next, as most commits change neither kernels nor Triton: those in Gluon
+    four, with both versions in each, and portable ones six, so that a launch has a target in most.
     """
     for table in TABLES:
         first, *_ = pairs = launches_of(str(table))
         launches = list(dict(pairs))
-        for place, (launch, target) in enumerate(pairs):
+        for launch, target in pairs:
             quick = launch == first[0] and target in ("sm_90", "gfx942")
             marks, index = [], launches.index(launch)
             if in_gluon(table, target):
                 older = is_for_oldest(index, target)
                 marks += [pytest.mark.gluon, pytest.mark.oldest if older else pytest.mark.newest]
-                turns = pytest.mark.turns(index // 2, 2)
+                turns = pytest.mark.turns(index // 2, 4)
             else:
-                turns = pytest.mark.turns(place + index, 3)
+                turns = pytest.mark.turns(index + NAMES.index(target), len(NAMES))
             if not quick:
                 marks += [pytest.mark.slow, turns]
             yield pytest.param(
@@ -75,9 +76,10 @@ def every_other_launch():
                 index = launches.index(launch)
                 older = not is_for_oldest(index, target)
                 marks = [pytest.mark.gluon, pytest.mark.oldest if older else pytest.mark.newest]
-                yield table, launch, target, [*marks, pytest.mark.turns(index, 3)]
-        for place, (launch, target) in enumerate(launches_of(str(table), others=True)):
-            yield table, launch, target, [pytest.mark.newest, pytest.mark.turns(place, 3)]
+                yield table, launch, target, [*marks, pytest.mark.turns(index // 2, 6)]
+        for launch, target in launches_of(str(table), others=True):
+            turns = pytest.mark.turns(launches.index(launch) + NAMES.index(target), len(NAMES))
+            yield table, launch, target, [pytest.mark.newest, turns]
 
 
 @pytest.mark.parametrize(("table", "launch", "target"), list(every_launch()))

@@ -1,5 +1,6 @@
 """The interpreter of Gluon: what it finds in small kernels, and the package's kernels in it."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -732,8 +733,27 @@ FOR_AMPERE = [
 ]
 
 
+def of_some_tokens(case):
+    """A case with more tokens than a GPU runs at once, with some of them.
+
+    Those are the ones that have the fewest entries of a stream, and one of each kind.
+    """
+
+    def build(draw):
+        arguments = case.build(draw)
+        lengths = [arguments["topk_lengths"], arguments["extra_topk_lengths"]]
+        first = torch.arange(13)  # every third and every fourth have no keys of a stream
+        some = torch.cat([first, *(each.argsort()[:5] for each in lengths)])
+        lists = [name for name in arguments if "topk" in name]
+        return arguments | {name: arguments[name][some] for name in ("q", *lists)}
+
+    return dataclasses.replace(case, build=build)
+
+
 def check_case(gpu, op, case):
     """Right on poisoned memory, and with equal bits when things happen in another order."""
+    if op == "sparse_prefill" and case.large:
+        case = of_some_tokens(case)
     with acting_as(gpu):
         outcome = run._run_case(op, case, "cpu", reruns=1)
     assert outcome.tiers == (TIER_OF[gpu],)

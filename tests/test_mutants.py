@@ -22,7 +22,7 @@ def one_quick_mutant_per_file(all_mutants):
     """The others are slow, and take turns."""
     quick = {mutant.file: mutant for mutant in reversed(all_mutants)}.values()
     for number, mutant in enumerate(all_mutants):
-        marks = () if mutant in quick else (pytest.mark.slow, pytest.mark.turns(number, 3))
+        marks = () if mutant in quick else (pytest.mark.slow, pytest.mark.turns(number, 6))
         yield pytest.param(mutant, marks=marks, id=f"{mutant.file}: {mutant.name}")
 
 

@@ -159,7 +159,9 @@ def test_no_report_is_written_by_default(tmp_path):
             "cpu",
         ],
         cwd=tmp_path,
-        env={
+        # It may name the place of bytecode, without which torch is compiled again.
+        env=os.environ
+        | {
             "PYTHONPATH": os.pathsep.join(
                 str(Path(package.__file__).parents[1]) for package in (sparsemla, sparsemla_lab)
             ),

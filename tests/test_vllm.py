@@ -2662,18 +2662,22 @@ def test_steps_of_a_draft_model_may_keep_their_metadata(
     ids, hidden = torch.randint(256, (end,)), draw.normal(end, 256).bfloat16()
     table = torch.tensor([[5, 2, 7]]).int()
 
+    def fresh(server, first, last):
+        common = server.common(first, last - first, table)
+        metadata = {name: made.build(0, common) for name, made in server.builders.items()}
+        part = slice(first, last)
+        return server.run(metadata, common, ids[part], torch.arange(first, last), hidden[part])
+
+    parts = config.compilation_config.static_forward_context.values()
+    fresh(Server(config, model), 0, context)
+    caches = [part.kv_cache for part in parts]
+
     def drafted(keeps):
         server = Server(config, model)
-
-        def fresh(first, last):
-            common = server.common(first, last - first, table)
-            metadata = {name: made.build(0, common) for name, made in server.builders.items()}
-            part = slice(first, last)
-            return server.run(metadata, common, ids[part], torch.arange(first, last), hidden[part])
-
-        fresh(0, context)
+        for part, cache in zip(parts, caches, strict=True):
+            part.kv_cache.copy_(cache)
         if not keeps:
-            return [fresh(at, at + 1) for at in range(context, end)]
+            return [fresh(server, at, at + 1) for at in range(context, end)]
         common, results = server.common(context, 1, table), []
         common.max_seq_len = end
         metadata = {name: made.build(0, common) for name, made in server.builders.items()}
