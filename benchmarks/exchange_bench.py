@@ -8,6 +8,10 @@ Every rank first compares its selections with that of one rank for whole context
 
 Run ``torchrun --nproc-per-node 2 benchmarks/exchange_bench.py``, on GPUs with NCCL. A time is the
 median of the slowest rank. With several ranks on CPUs, it shows that the program works.
+
+``--stress 100000`` instead exchanges so many times through symmetric memory, with random delays of
+each rank, by launches and in replays of a CUDA graph, and compares each result with the
+collective's in bits.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import functools
 import itertools
 import json
 import os
+import random
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,6 +36,7 @@ from sparsemla import (
     ContextShard,
     ExchangeWorkspace,
     exchange_rows,
+    exchange_topk,
     indexer_scores_paged,
     indexer_topk,
     own_positions,
@@ -37,6 +44,7 @@ from sparsemla import (
     to_slots,
 )
 from sparsemla.backends.vllm.exchange import Run, ShardedRows
+from sparsemla.parallel import Transport
 from sparsemla_lab.bench.timing import Results, Timer
 from sparsemla_lab.bench.workloads import PAGE_SIZE, IndexerScoresPaged
 from sparsemla_lab.testing.compare import assert_equal
@@ -45,6 +53,12 @@ CONTEXTS = (32768, 131072, 1048576)
 BATCHES = (1, 16, 64, 128)
 MAX_WORKSPACE_BYTES = 512 << 20
 """Of scores; vLLM's default."""
+
+ROUND = 8
+"""Exchanges of a stress test in a row, in which ranks drift apart; then collectives compare."""
+STRESS_TOKENS = 5
+MOST_CYCLES = 200_000
+"""Of a delay, about 0.1 ms."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +226,108 @@ def measure(context: int, batch: int, topk: int, device: torch.device, repeats: 
     return Row(name, shard.num_ranks, context, batch, topk, **us, how=how)
 
 
+class Stress:
+    """Exchanges of random candidates with random delays, compared with the collective's results.
+
+    Args:
+        topk: keys that a token selects.
+        device: of this rank.
+        transport: of the exchanges that are tested; symmetric memory on GPUs.
+
+    Attributes:
+        wrong: results that differ, so far.
+    """
+
+    def __init__(self, topk: int, device: torch.device, transport: Transport) -> None:
+        self.topk, self.device = topk, device
+        rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
+        self.shard = ContextShard(rank, num_ranks, PAGE_SIZE)
+        sizes = {"max_tokens": STRESS_TOKENS, "max_candidates": topk, "device": device}
+        self.tested = ExchangeWorkspace(**sizes, transport=transport)
+        self.collective = ExchangeWorkspace(**sizes, transport="collective")
+        self.delays = random.Random(rank)
+        self.draw = torch.Generator(device).manual_seed(rank)
+        rows = (ROUND, STRESS_TOKENS)
+        self.scores = torch.empty(*rows, 2 * topk, device=device)
+        self.best = torch.empty(*rows, topk, dtype=torch.int32, device=device)
+        self.found = torch.empty(2, *rows, topk, dtype=torch.int32, device=device)
+        self.counts = torch.empty(*rows, 1, dtype=torch.int32, device=device)
+        self.wrong = torch.zeros((), dtype=torch.int64, device=device)
+
+    def wait(self) -> None:
+        """Delay what follows on this rank, often not at all."""
+        share = max(self.delays.uniform(-1, 1), 0.0)
+        if share and self.device.type == "cuda":
+            torch.cuda._sleep(int(share * MOST_CYCLES))
+        elif share:
+            time.sleep(1e-3 * share)
+
+    def refresh(self) -> None:
+        """New candidates; few values, so that many tie."""
+        self.scores.copy_(
+            torch.randint(50, self.scores.shape, generator=self.draw, device=self.device)
+        )
+        select_topk(self.scores.flatten(0, 1), topk=self.topk, out=self.best.flatten(0, 1))
+
+    def exchange(self, tokens: int) -> None:
+        """A round: selections alone, and in turn with the rank's own rows."""
+        for i, found in enumerate(self.found.transpose(0, 1)):
+            self.wait()
+            self.one(i, tokens, self.tested, found, self.counts[i])
+
+    def one(
+        self, i: int, tokens: int, workspace: ExchangeWorkspace, found: Tensor, counts: Tensor
+    ) -> None:
+        arguments = self.scores[i, :tokens], self.best[i, :tokens], self.topk
+        options = {"shard": self.shard, "workspace": workspace}
+        selected, own = found[:, :tokens]
+        if i % 2:
+            exchange_topk(*arguments, **options, out=selected)
+        else:
+            written = {"out": own[:, None], "counts": counts[:tokens]}
+            exchange_rows(*arguments, **options, selected=selected, **written)
+
+    def compare(self, tokens: int) -> None:
+        """Count the results of a round that are not those of collectives."""
+        for i, found in enumerate(self.found.transpose(0, 1)):
+            expected, counts = found.clone(), self.counts[i].clone()
+            self.one(i, tokens, self.collective, expected, counts)
+            self.wrong += (found != expected).any() | (counts != self.counts[i]).any()
+
+    def run(self, count: int) -> None:
+        """Exchange at least ``count`` times: by launches, then in replays of graphs."""
+        self.found.fill_(-1)
+        self.counts.fill_(0)
+        sizes = random.Random(0)  # the same on all ranks
+        for _ in range(-(-count // ROUND)):
+            tokens = sizes.randint(1, STRESS_TOKENS)
+            self.refresh()
+            self.exchange(tokens)
+            self.compare(tokens)
+        if self.device.type != "cuda":
+            return
+        graphs = []
+        for tokens in range(1, STRESS_TOKENS + 1):
+            torch.cuda.synchronize(self.device)
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                self.exchange(tokens)
+        for _ in range(-(-count // ROUND)):
+            tokens = sizes.randint(1, STRESS_TOKENS)
+            self.refresh()
+            self.wait()
+            graphs[tokens - 1].replay()
+            self.compare(tokens)
+
+
+def stress(count: int, topk: int, device: torch.device) -> int:
+    """Results that differ from those of collectives, of all ranks."""
+    tested = Stress(topk, device, "symmetric" if device.type == "cuda" else "collective")
+    tested.run(count)
+    distributed.all_reduce(tested.wrong)
+    return int(tested.wrong)
+
+
 def table(rows: list[Row]) -> str:
     """Times as text; what the exchange adds is the difference of two of them."""
     lines = [
@@ -237,6 +353,9 @@ def main() -> int:
     several("--batches", default=BATCHES, help="requests of a step")
     parser.add_argument("--topk", type=int, default=2048, help="keys that a token selects")
     parser.add_argument("--repeats", type=int, default=50, help="runs that are timed")
+    parser.add_argument(
+        "--stress", type=int, metavar="N", help="compare N exchanges, eager and in graphs"
+    )
     parser.add_argument("--json", type=Path, help="where to write the rows")
     arguments = parser.parse_args()
     device = torch.device("cpu")
@@ -244,6 +363,12 @@ def main() -> int:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if arguments.stress:
+        wrong = stress(arguments.stress, arguments.topk, device)
+        if distributed.get_rank() == 0:
+            sys.stdout.write(f"{wrong} of {arguments.stress} exchanges a way differ\n")
+        distributed.destroy_process_group()
+        return int(wrong > 0)
     rows = []
     for context, batch in itertools.product(arguments.contexts, arguments.batches):
         rows.append(measure(context, batch, arguments.topk, device, arguments.repeats))

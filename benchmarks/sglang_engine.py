@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_hooks import complete_deep_gemm
 from vllm_engine import LENGTHS, NUM_NEW, VOCABULARY, compare, make_model, serve_apart
 
 PAGE = 64
@@ -225,6 +226,7 @@ def run_scheduler(*args: Any, **options: Any) -> None:  # noqa: ANN401 - of SGLa
     from sparsemla.kernels.common.compiling import count_compilations
 
     load_plugins()
+    complete_deep_gemm()
     calls: Counter[str] = Counter()
     ours = "sparsemla" in os.environ.get("SGLANG_PLUGINS", "")
     count_calls((OURS if ours else {}) | THEIRS | SCORES, calls)

@@ -210,14 +210,20 @@ def prepare(fa3: Path | None) -> dict[str, str]:
             sys.modules["sgl_kernel.flash_attn"] = vllms_fa3(fa3)
             stand_ins["sgl_kernel.flash_attn"] = "FA3 of vLLM's wheel"
             OWN_KERNELS["fa3"] = "FA3, vLLM's build"
-    if importlib.util.find_spec("deep_gemm") is not None:
-        import deep_gemm
-
-        if not hasattr(deep_gemm, "fp8_mqa_logits"):
-            deep_gemm.fp8_mqa_logits = fp8_mqa_logits
-            deep_gemm.fp8_paged_mqa_logits = fp8_paged_mqa_logits
-            stand_ins["deep_gemm"] = "DeepGEMM of vLLM's wheel"
+    if importlib.util.find_spec("deep_gemm") is not None and complete_deep_gemm():
+        stand_ins["deep_gemm"] = "DeepGEMM of vLLM's wheel"
     return stand_ins
+
+
+def complete_deep_gemm() -> bool:
+    """Add what SGLang calls to DeepGEMM of vLLM's wheel; whether it was missing."""
+    import deep_gemm
+
+    missing = not hasattr(deep_gemm, "fp8_mqa_logits")
+    if missing:
+        deep_gemm.fp8_mqa_logits = fp8_mqa_logits
+        deep_gemm.fp8_paged_mqa_logits = fp8_paged_mqa_logits
+    return missing
 
 
 def fp8_mqa_logits(

@@ -12,8 +12,11 @@ compared. For each mode a line says which classes served, and which kernels were
 was ready.
 
 ``hisparse`` and ``host`` keep rows on the host, by vLLM's connector and by this package's,
-``prefixes`` asks again, from cached prefixes, ``ngram`` copies drafts from the context, and
-``async`` schedules a step during the last one. ``records`` writes the selections of each request,
+``prefixes`` asks again, from cached prefixes, ``ngram`` copies drafts from the context, ``mtp``
+and ``eagle`` have them from a layer or model of its own, and ``async`` schedules a step during the
+last one. ``weights fp8`` and ``weights int4`` are quantised, ``lora`` adds an adapter, ``sleep``
+answers after the engine has slept, and ``reload`` after other weights were replaced. In ``shared``
+modes a GLM-5.2 selects in some layers only. ``records`` writes the selections of each request,
 which are compared with those of transformers' model over the same tokens.
 
 Modes with ``tp2`` share the heads between two GPUs, those with ``tp2 rows`` also the rows of all
@@ -54,6 +57,8 @@ from unittest import mock
 import numpy as np
 import torch
 
+from sparsemla_lab.testing import checkpoints
+
 NUM_NEW = 64
 LENGTHS = (1500, 700, 60, 1, 2047, 900, 3000)
 """Tokens of the prompts of DeepSeek-V3.2."""
@@ -77,7 +82,11 @@ class Mode:
         interleave: consecutive tokens of a context that one of these keeps.
         divides: the GPUs divide the indexer's rows in every prefill, not in long ones only.
         records: selections are recorded.
-        more: other arguments of vLLM's engine.
+        more: other arguments of vLLM's engine; a drafting model is one of :data:`CHECKPOINTS`.
+        weights: the checkpoint that is served: the model's, or one of :data:`CHECKPOINTS`.
+        restart: methods of the engine that are called after a first answer, with their arguments;
+            those of workers get the path of the model's checkpoint.
+        adapted: prompts are answered with the adapter of :data:`CHECKPOINTS`.
         acting_as: the older GPU that the GPU is taken for.
         transformers: transformers' class serves the model, one prompt after the other.
     """
@@ -95,6 +104,9 @@ class Mode:
     divides: bool = False
     records: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
+    weights: str = "model"
+    restart: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    adapted: bool = False
     acting_as: str | None = None
     transformers: bool = False
 
@@ -131,6 +143,26 @@ NGRAM: dict[str, Any] = {
         "prompt_lookup_max": 4,
     }
 }
+MTP: dict[str, Any] = {"method": "mtp", "attention_backend": "CUSTOM"}
+EAGLE: dict[str, Any] = {
+    "speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 2}
+}
+# DeepGEMM would compile a kernel for most shapes and sizes of steps.
+FP8: dict[str, Any] = {"weights": "fp8", "more": {"linear_backend": "triton"}}
+LORA: dict[str, Any] = {
+    "enable_lora": True,
+    "max_lora_rank": 8,
+    "lora_target_modules": ["q_b_proj", "o_proj", "wq_b", "down_proj"],
+}
+SLEEP: dict[str, Any] = {"enable_sleep_mode": True}
+RELOAD = ("collective_rpc", {"method": "reload_weights"})
+LEVEL_1 = (("sleep", {"level": 1}), ("wake_up", {}))
+LEVEL_2 = (
+    ("sleep", {"level": 2}),
+    ("wake_up", {"tags": ["weights"]}),
+    RELOAD,
+    ("wake_up", {"tags": ["kv_cache"]}),
+)
 SM_80: dict[str, Any] = {"acting_as": "sm_80"}
 SM_89: dict[str, Any] = {"acting_as": "sm_89"}
 MODES = {
@@ -160,6 +192,31 @@ MODES = {
     "both, prefixes": Mode(BOTH, "CUSTOM", graphs=True, more={"enable_prefix_caching": True}),
     "both, ngram": Mode(BOTH, "CUSTOM", graphs=True, more=NGRAM),
     "both, async": Mode(BOTH, "CUSTOM", graphs=True, more={"async_scheduling": True}),
+    **{
+        f"both, mtp{count}": Mode(
+            BOTH,
+            "CUSTOM",
+            graphs=True,
+            weights="mtp",
+            more={"speculative_config": MTP | {"num_speculative_tokens": count}},
+        )
+        for count in (1, 2, 3)
+    },
+    "both, bf16, eagle": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, more=EAGLE),
+    "vllm, weights fp8": Mode("", "FLASHMLA_SPARSE", graphs=True, **FP8),
+    "both, weights fp8": Mode(BOTH, "CUSTOM", graphs=True, **FP8),
+    "vllm, weights int4": Mode("", "FLASHMLA_SPARSE", graphs=True, weights="int4"),
+    "both, weights int4": Mode(BOTH, "CUSTOM", graphs=True, weights="int4"),
+    "vllm, lora": Mode("", "FLASHMLA_SPARSE", graphs=True, more=LORA, adapted=True),
+    "both, lora": Mode(BOTH, "CUSTOM", graphs=True, more=LORA, adapted=True),
+    "both, sleep1": Mode(BOTH, "CUSTOM", graphs=True, more=SLEEP, restart=LEVEL_1),
+    "both, sleep2": Mode(BOTH, "CUSTOM", graphs=True, more=SLEEP, restart=LEVEL_2),
+    "both, reload": Mode(BOTH, "CUSTOM", graphs=True, weights="other", restart=(RELOAD,)),
+    **{
+        f"{name}, shared {how}": Mode(plugins, backend, graphs=True, weights=f"shared {how}")
+        for how in ("2", "FSS")
+        for name, plugins, backend in (("vllm", "", "FLASHMLA_SPARSE"), ("both", BOTH, "CUSTOM"))
+    },
     "both, records": Mode(BOTH, "CUSTOM", graphs=True, records=True),
     "both, eager, records": Mode(BOTH, "CUSTOM", records=True),
     "both, records, ngram": Mode(BOTH, "CUSTOM", graphs=True, records=True, more=NGRAM),
@@ -194,6 +251,8 @@ MODES = {
     "glm, bf16, graphs": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **GLM),
     "as sm_80": Mode(None, None, cache="fp8", **SM_80),
     "as sm_80, graphs": Mode(None, None, cache="fp8", graphs=True, **SM_80),
+    "as sm_80, weights fp8": Mode(None, None, cache="fp8", weights="fp8", **SM_80),
+    "as sm_80, weights int4": Mode(None, None, cache="fp8", weights="int4", **SM_80),
     "as sm_89": Mode(None, None, cache="fp8", **SM_89),
     "as sm_89, graphs": Mode(None, None, cache="fp8", graphs=True, **SM_89),
     "v4, as sm_80": Mode(None, None, **V4, **SM_80),
@@ -225,6 +284,16 @@ PAIRS = (
     ("both, prefixes", "both, graphs"),
     ("both, ngram", "both, graphs"),
     ("both, async", "both, graphs"),
+    *((f"both, mtp{count}", "vllm, graphs") for count in (1, 2, 3)),
+    ("both, bf16, eagle", "vllm, bf16"),
+    ("both, weights fp8", "vllm, weights fp8"),
+    ("both, weights int4", "vllm, weights int4"),
+    ("both, lora", "vllm, lora"),
+    ("both, sleep1", "vllm, graphs"),
+    ("both, sleep2", "vllm, graphs"),
+    ("both, reload", "vllm, graphs"),
+    ("both, shared 2", "vllm, shared 2"),
+    ("both, shared FSS", "vllm, shared FSS"),
     ("both, records", "both, graphs"),
     ("both, eager, records", "both"),
     ("both, records, ngram", "both, graphs"),
@@ -253,6 +322,8 @@ PAIRS = (
     ("glm, bf16, graphs", "glm, transformers"),
     ("as sm_80", "both, portable"),
     ("as sm_80, graphs", "both, portable"),
+    ("as sm_80, weights fp8", "both, weights fp8"),
+    ("as sm_80, weights int4", "both, weights int4"),
     ("as sm_89", "both"),
     ("as sm_89, graphs", "both"),
     ("v4, as sm_80", "v4"),
@@ -266,6 +337,9 @@ SHARED = 0.9
 
 Another rounding changes few entries; lists of another layer or token share a sixth to a half.
 """
+
+ADAPTED = 0.02
+"""Least mean distance of log-probabilities with an adapter; roundings are a tenth of it."""
 
 NCCL = (2, 29, 7)
 """Before it, vLLM's reduce-scatter, which merges the results of shared contexts, writes nothing."""
@@ -287,12 +361,15 @@ all-reduce where that is installed. No variable turns it off, but ``trtllm`` nee
 """
 
 
-def make_model(folder: Path) -> None:
+def make_model(
+    folder: Path, model_type: str = "deepseek_v32", seed: int = 0, **fields: object
+) -> None:
     """Write the model, with the head that copies louder than the rest."""
     from sparsemla_lab.testing.models import copying_model
 
     model = copying_model(
-        "deepseek_v32",
+        model_type,
+        seed=seed,
         dtype=torch.bfloat16,
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         vocab_size=VOCABULARY,
@@ -313,6 +390,7 @@ def make_model(folder: Path) -> None:
         bos_token_id=0,
         eos_token_id=1,
         tie_word_embeddings=False,
+        **fields,
     )
     with torch.no_grad():
         layers = model.model.layers
@@ -324,6 +402,26 @@ def make_model(folder: Path) -> None:
             heads[:, :1] *= 0.3 if number else 2.0
         model.lm_head.weight *= 1 / 16  # logits of the size of a trained model's
     model.save_pretrained(folder)
+
+
+GLM_52: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "indexer_rope_interleave": True,
+    "mlp_layer_types": ["dense"] * 3,
+}
+CHECKPOINTS: dict[str, Callable[[Path, Path], None]] = {
+    "mtp": checkpoints.add_mtp_layer,
+    "eagle": checkpoints.write_eagle,
+    "fp8": checkpoints.quantise_fp8,
+    "int4": checkpoints.quantise_int4,
+    "adapter": checkpoints.write_adapter,
+    "other": lambda _, folder: make_model(folder, seed=1),
+    "shared 2": lambda _, folder: make_model(
+        folder, **GLM_52, index_topk_freq=2, index_skip_topk_offset=1
+    ),
+    "shared FSS": lambda _, folder: make_model(folder, **GLM_52, index_topk_pattern="FSS"),
+}
+"""What writes a checkpoint of DeepSeek-V3.2 from the folder of the model."""
 
 
 def make_v4_model(folder: Path) -> None:
@@ -513,6 +611,11 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
             },
         }
     }
+    more = dict(mode.more)
+    if (drafts := more.get("speculative_config")) is not None:
+        more["disable_log_stats"] = False  # they count drafts
+        if "model" in drafts:
+            more["speculative_config"] = drafts | {"model": str(model.parent / drafts["model"])}
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -538,8 +641,14 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
         "cp_kv_cache_interleave_size": mode.interleave,
         "disable_custom_all_reduce": True,
         **(records if mode.records else {}),
-        **mode.more,
+        **more,
     }
+
+
+def checkpoints_of(mode: Mode) -> set[str]:
+    """Names of the checkpoints that a mode needs beside the model's."""
+    drafting = mode.more.get("speculative_config", {}).get("model")
+    return {mode.weights, *([drafting] if drafting else []), *(["adapter"] if mode.adapted else [])}
 
 
 def count(worker: Any) -> None:  # noqa: ANN401 - of vLLM
@@ -648,6 +757,7 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
     """What came of each prompt, and of the start."""
     began = time.perf_counter()
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     if mode.portable:
         from vllm.model_executor.models.registry import ModelRegistry
@@ -659,7 +769,7 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         for architecture, name in GENERIC_MODELS.items():
             ModelRegistry.register_model(architecture, name)
     served = SERVED[mode.model]
-    llm = LLM(**engine_arguments(mode, model))
+    llm = LLM(**engine_arguments(mode, model.parent / mode.weights))
     classes, *others = llm.apply_model(attention_classes)
     ours = any(name.startswith("sparsemla.") for name in classes)
     portable = classes[0].startswith("vllm.model_executor.models.")
@@ -678,8 +788,20 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         detokenize=False,
     )
     found, shared = [], []
+    lora = LoRARequest("adapter", 1, str(model.parent / "adapter")) if mode.adapted else None
+    if mode.restart or mode.adapted:
+        before = llm.generate(prompts[:1], params)
+    for name, options in mode.restart:
+        path = {"kwargs": {"weights_path": str(model)}} if name == "collective_rpc" else {}
+        getattr(llm, name)(**options, **path)
     llm.collective_rpc(count)
-    answers = llm.generate(prompts, params)
+    answers = llm.generate(prompts, params, lora_request=lora)
+    if mode.adapted:
+        plain, adapted = (prompt_log_probabilities(each[0]) for each in (before, answers))
+        if (away := np.abs(np.subtract(plain, adapted)).mean()) < ADAPTED:
+            raise RuntimeError(
+                f"the adapter must change log-probabilities by {ADAPTED}, got {away}"
+            )
     if mode.more.get("enable_prefix_caching"):
         # Again, from cached prefixes: vLLM reads none of prompts whose log-probabilities it gives.
         again = SamplingParams(
@@ -692,6 +814,15 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
             answer.outputs = later.outputs
     answered = time.perf_counter()
     kernels = llm.collective_rpc(counted)
+    drafts = {
+        name: next(
+            each.value
+            for each in llm.get_metrics()
+            if each.name == f"vllm:spec_decode_num_{name}_tokens"
+        )
+        for name in ("draft", "accepted")
+        if "speculative_config" in mode.more
+    }
     if mode.records:
         from sparsemla.backends.vllm.recording import write_records
 
@@ -700,14 +831,12 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         if min(shared) < SHARED:
             raise RuntimeError(f"recorded lists must share {SHARED} with others, got {shared}")
     for answer in answers:
-        ids = answer.prompt_token_ids
-        pairs = zip(answer.prompt_logprobs[1:], ids[1:], strict=True)
         best = [
             sorted(each.logprob for each in step.values()) for step in answer.outputs[0].logprobs
         ]
         found.append(
             {
-                "prompt": [step[token].logprob for step, token in pairs],
+                "prompt": prompt_log_probabilities(answer),
                 "tokens": list(answer.outputs[0].token_ids),
                 "margin": min(each[-1] - each[-2] for each in best),
             }
@@ -719,7 +848,14 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         "loaded": [name for _, loaded in kernels for name in loaded],
         "seconds": [ready - began, answered - ready],
         "shared": shared,
+        "drafts": drafts,
     }
+
+
+def prompt_log_probabilities(answer: Any) -> list[float]:  # noqa: ANN401 - of vLLM
+    """Of the tokens of its prompt, but for the first."""
+    pairs = zip(answer.prompt_logprobs[1:], answer.prompt_token_ids[1:], strict=True)
+    return [step[token].logprob for step, token in pairs]
 
 
 def shared_with_transformers(answers: Sequence[Any], folder: Path) -> list[float]:
@@ -776,6 +912,10 @@ def describe(name: str, folder: Path) -> None:
         f"{report['compiled'] or 'nothing'}, loaded: {report['loaded'] or 'nothing'}; "
         f"classes: {', '.join(report['classes'])}\n"
     )
+    if report["drafts"]:
+        sys.stdout.write(
+            "{}: accepted {accepted} of {draft} drafts\n".format(name, **report["drafts"])
+        )
     if report["shared"]:
         sys.stdout.write(
             f"{name}: recorded lists share at least {min(report['shared']):.4f} of their entries "
@@ -901,6 +1041,9 @@ def main() -> int:
     chosen = arguments.only, arguments.acting_as
     modes = select_modes(arguments.model, arguments.gpus, present, nccl, *chosen)
     SERVED[arguments.model].make(model)
+    for name, make in CHECKPOINTS.items():
+        if any(name in checkpoints_of(MODES[mode]) for mode in modes):
+            make(model, folder / name)
     command = [sys.executable, __file__, *(["--portable"] if arguments.portable else [])]
     served = serve_apart(command, modes, folder, arguments.at_once, arguments.limit)
     for name in sorted(served):

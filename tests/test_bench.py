@@ -67,6 +67,9 @@ SMALL = [
     workloads.IndexerTopk(2, 3, 70, 8, ratio=4),
     workloads.SparseDecode(3, 1, 4, 200, 128, format=FP8_NOPE),
     workloads.IndexerTopk(2, 1, 300, 8, ratio=16, heads=16),
+    workloads.IndexerTopkBlocks(2, 3, 70, 16, heads=32, topk_blocks=4),
+    workloads.IndexerTopkOfBlocks(2, 3, 130, 16, heads=32, num_blocks=4),
+    workloads.IndexerTopkOfBlocks(1, 1, 20, 16, num_blocks=4),
     workloads.HeadProducts(3, 2, 200, 130, 2),
     workloads.ProjectGroups(3, 2, 2),
     workloads.PoolWindows(5, 1, CSA, FP8_584, "spread"),
@@ -297,6 +300,19 @@ def test_work_of_pooled_keys():
     assert workload.flop == 2 * 2 * (2 * 16 + 3 * 17) * 64 * 128
     assert workload.build(CPU)["cache"].num_slots == 2 * 64
     assert workloads.IndexerTopk(1, 3, 10, 2).flop == 2 * (8 + 9 + 10) * 64 * 128
+
+
+def test_work_of_listed_blocks():
+    workload = workloads.IndexerTopkOfBlocks(2, 1, 1000, 16, heads=32, num_blocks=4)
+    assert workload.flop == 2 * 2 * 4 * 8 * 32 * 128
+    inputs = workload.build(CPU)
+    assert (inputs["blocks"][:, -1] == 124).all()
+    # Two tokens with 4 blocks of 8 keys of 132 bytes, 32 heads, 16 ids and 4 blocks each.
+    per_token = 4 * 8 * 132 + 32 * 132 + 4 * 16 + 4 * 4
+    assert workload.unique_bytes(inputs) == 2 * per_token
+    whole = workloads.IndexerTopkOfBlocks(1, 1, 20, 16, heads=32, num_blocks=4)
+    assert whole.build(CPU)["blocks"].tolist() == [[0, 1, 2, -1]]
+    assert whole.flop == 2 * 20 * 32 * 128
 
 
 def test_work_of_pooled_windows():

@@ -78,6 +78,50 @@ def test_sglang_v4_gets_the_inputs_in_its_layout(timer):
     assert peer.supports(workloads.SparseDecode(3, 1, 4, 200, 128)) == "has no such op"
 
 
+def test_sglang_candidate_blocks_get_the_inputs_in_its_layout(timer):
+    def select(scores, lens, topk_blocks, size):
+        blocks = torch.nn.functional.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf)
+        blocks = blocks.unflatten(1, (-1, size)).amax(2)
+        blocks.scatter_(1, (lens.long() - 1) // size, torch.inf)
+        best = blocks.topk(min(topk_blocks, blocks.shape[1]))
+        return best.indices.int().masked_fill(best.values == -torch.inf, -1)
+
+    def among(scores, lens, blocks, topk, size):
+        assert lens.dtype == torch.int32
+        columns = torch.arange(scores.shape[1])
+        listed = ((columns // size)[:, None, None] == blocks).any(2).T
+        best = scores.masked_fill(~listed, -torch.inf).topk(min(topk, scores.shape[1]))
+        return best.indices.masked_fill(best.values == -torch.inf, -1)
+
+    peer = object.__new__(peers.SGLangCandidateBlocks)
+    peer.module = SimpleNamespace(select_candidate_block_ids=select, topk_among_blocks=among)
+    for workload in (
+        workloads.IndexerTopkBlocks(2, 3, 70, 16, heads=32, topk_blocks=4),
+        workloads.IndexerTopkOfBlocks(3, 1, 130, 16, heads=32, num_blocks=4),
+    ):
+        outcome = run.run_one(workload, [peer], timer, CEILINGS, STAMP, "sm_80")
+        assert outcome.failures == outcome.refusals == {}
+        assert [found.peer for found in outcome.rows] == ["SGLang candidate_blocks"]
+    assert peer.supports(workloads.IndexerTopk(2, 3, 70, 16)) == "has no such op"
+
+
+def test_sglang_candidate_blocks_are_loaded_without_sglang(tmp_path, monkeypatch):
+    folder = tmp_path / "sglang/kernels/ops/attention/dsv4"
+    folder.mkdir(parents=True)
+    (folder / "candidate_blocks.py").write_text(
+        "from sglang.kernels.jit.utils import cache_once, is_arch_support_pdl\n"
+        "from .candidate_table import CANDIDATE_BLOCK_SIZE\n"
+        "from .topk import plan_topk_v2\nfrom .utils import make_name\n",
+        encoding="utf-8",
+    )
+    imported = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "sglang", imported)
+    assert peers.SGLangCandidateBlocks([tmp_path]).module.CANDIDATE_BLOCK_SIZE == 8
+    assert sys.modules["sglang"] is imported
+    with pytest.raises(Unavailable, match=r"candidate_blocks.py is not there"):
+        peers.SGLangCandidateBlocks([folder])
+
+
 def test_vllm_scores_get_the_inputs_in_its_layout(timer):
     def scores(q, cache, weights, lens, table, max_seq_len):
         assert (cache.shape[1:], weights.dim()) == ((64, 1, 132), 2)

@@ -107,7 +107,14 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     only = ["both, hisparse", "both, ngram"]
     assert select_modes("deepseek_v32", None, 1, (), only) == ["both, graphs", *only]
     older = select_modes("deepseek_v32", None, 1, (), acting_as="sm_80")
-    assert older == ["both, portable", "as sm_80", "as sm_80, graphs"]
+    weights = ["weights fp8", "weights int4"]
+    assert older == [
+        "both, portable",
+        *(f"both, {name}" for name in weights),
+        "as sm_80",
+        "as sm_80, graphs",
+        *(f"as sm_80, {name}" for name in weights),
+    ]
     older = select_modes("deepseek_v4", None, 1, (), acting_as="sm_89")
     assert older == ["v4", "v4, as sm_89", "v4, as sm_89, graphs"]
     assert capsys.readouterr().out == ""
@@ -130,6 +137,29 @@ def with_positions_of_one_rank(rank):
         with pytest.raises(AssertionError) as error:
             exchange_bench.functions(300, 3, 128, torch.device("cpu"))
     return str(error.value)
+
+
+def stressed(rank, device):
+    """Exchanges that differ in ``exchange_bench.py --stress``, and with one wrong selection."""
+    import exchange_bench
+
+    place = torch.device(device, rank if device == "cuda" else 0)
+    differ = exchange_bench.stress(20_000 if device == "cuda" else 40, 32, place)
+    with pytest.MonkeyPatch.context() as patch:
+        right, calls = exchange_bench.exchange_topk, []
+
+        def once_wrong(*arguments, out, **options):
+            calls.append(right(*arguments, out=out, **options))
+            if len(calls) == 2 and rank == 1:
+                out[-1, -1] += 1
+
+        patch.setattr(exchange_bench, "exchange_topk", once_wrong)
+        return differ, exchange_bench.stress(16, 32, place)
+
+
+@pytest.mark.parametrize("device", processes.RANK_DEVICES)
+def test_many_exchanges_with_delays_are_those_of_collectives(tmp_path, device):
+    assert processes.on_ranks(2, tmp_path, device, stressed, device) == [(0, 1)] * 2
 
 
 @pytest.mark.parametrize("device", processes.RANK_DEVICES)

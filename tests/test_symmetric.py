@@ -103,6 +103,10 @@ def exchanged(rank, num_ranks, folder, steps):
 
         selected = exchange_topk(values, shard.positions(rows), topk, workspace=symmetric)
         assert_equal("selection", selected, expected)
+        for workspace in (symmetric, collective):
+            selected.fill_(7)
+            exchange_topk(part, rows, topk, shard=shard, workspace=workspace, out=selected)
+            assert_equal("selection from scores", selected, expected)
         for workspace, options in itertools.product((symmetric, collective), ({}, pages)):
             selected.fill_(7)
             out, counts = (torch.full_like(x, 7) for x in (own_rows, own_counts))
@@ -130,7 +134,7 @@ def exchanged(rank, num_ranks, folder, steps):
 def test_ranks_exchange_through_memory_as_by_collectives(tmp_path, num_ranks):
     steps = 6
     epochs = processes.on_ranks(num_ranks, tmp_path, "cpu", exchanged, num_ranks, tmp_path, steps)
-    calls = torch.tensor([sum(3 for s in range(steps) if s % TOKENS >= t) for t in range(TOKENS)])
+    calls = torch.tensor([sum(4 for s in range(steps) if s % TOKENS >= t) for t in range(TOKENS)])
     for each in epochs:
         assert_equal("epochs", each.long(), calls % 4)
 
@@ -183,6 +187,14 @@ def test_a_workspace_refuses_calls_of_other_sizes():
                 exchange(tokens, candidates)
         with pytest.raises(ValueError, match=rf"shard must be that of rank {rank} of 2, .* of 3"):
             exchange(2, 4, 3)
+        with pytest.raises(ValueError, match=rf"exchange_topk: shard must be that of rank {rank}"):
+            exchange_topk(
+                torch.zeros(2, 9),
+                torch.zeros(2, 4).int(),
+                3,
+                shard=ContextShard(rank, 3),
+                workspace=workspace,
+            )
         other = torch.distributed.ProcessGroup(rank, 2)
         values = torch.zeros(2, 4)
         with pytest.raises(ValueError, match="group must be the workspace's, got another one"):

@@ -142,6 +142,7 @@ from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla.kernels.common.fp4 import encode_e2m1
 from sparsemla.kernels.exchange import Inboxes
 from sparsemla.kernels.exchange.arguments import SLOTS, inbox_width
+from sparsemla_lab.testing import checkpoints
 from sparsemla_lab.testing.cases import Draw, decode_queries, prefill_rows
 from sparsemla_lab.testing.compare import (
     DECODE_LSE,
@@ -2285,7 +2286,7 @@ type(current_platform).device_type = "cuda"  # a configuration needs one
 for name, mode in MODES.items():
     if mode.model == "deepseek_v32" and (
         mode.gpus > 1 or mode.records or mode.more
-    ) and "hisparse" not in name:
+    ) and not any(each in name for each in ("hisparse", "sleep")):
         config = EngineArgs(**engine_arguments(mode, Path({!r}))).create_engine_config()
         refused = []
         if mode.plugins:
@@ -2310,17 +2311,21 @@ for name, mode in MODES.items():
 def test_vllm_accepts_the_modes_of_the_example(run_code, tmp_path):
     """All of them but the GPUs: configurations, and the backend with shared contexts.
 
-    HiSparse is left out: vLLM asks for its class of platforms with CUDA.
+    HiSparse and sleeping are left out: vLLM asks for its class of platforms with CUDA.
     """
-    sizes = {"max_position_embeddings": 4096, "index_topk": 512}
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | sizes))
-    status, out, err = run_code(ENGINES.format(str(tmp_path)), "sparsemla,sparsemla_indexer")
+    sizes = {"max_position_embeddings": 4096, "index_topk": 512, "num_nextn_predict_layers": 1}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG | sizes))
+    checkpoints.write_eagle_config(folder, tmp_path / "eagle")
+    status, out, err = run_code(ENGINES.format(str(folder)), "sparsemla,sparsemla_indexer")
     assert status == 0, err
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-    assert len(lines) == 30
+    assert len(lines) == 38
     for name, *rest in lines:
         interleave = 64 if "in pages" in name else 1
-        ranks = ["mp", 1 if "pcp2" in name else 2] if "2" in name else ["uni", 1]
+        several = re.search(r"\b(tp|dcp|pcp)2", name)
+        ranks = ["mp", 1 if "pcp2" in name else 2] if several else ["uni", 1]
         assert rest == [*ranks, 2 if "dcp2" in name else 1, interleave, []], name
 
 
@@ -2950,7 +2955,7 @@ def test_shared_keys_reach_no_kernel_that_was_not_warmed_up(
     monkeypatch.setattr(parallel, "_launch", lambda inboxes, call: call.selected.fill_(0))
     monkeypatch.setattr(config.parallel_config, "decode_context_parallel_size", 2)
     ops = {
-        exchange: ("indexer_scores_paged", "select_topk", "exchange_rows"),
+        exchange: ("indexer_scores_paged", "select_topk", "exchange_topk"),
         parallel: ("merge_topk",),
     }
     calls = replay.spy(monkeypatch, ops)

@@ -111,6 +111,19 @@ SERVINGS = {
             max_seq_len=16384,
         )
     ],
+    "selections in two steps": [
+        Serving(
+            FP8_DS_MLA,
+            16,
+            topk=512,
+            index_heads=32,
+            max_requests=16,
+            max_tokens=256,
+            max_query_len=3,
+            max_seq_len=65536,
+            topk_blocks=2048,
+        )
+    ],
     "DeepSeek-V3.2, host rows": [HOST_ROWS],
     "DeepSeek-V3.2, host rows of a rank": [
         replace(HOST_ROWS, converts=False, shard=ContextShard(1, 2))
@@ -166,6 +179,7 @@ def check_coverage(target, model, num_steps, drop, first):
         ("sm_89", "DeepSeek-V3.2, fp8_ds_mla", 60),
         ("sm_90", "DeepSeek-V3.2, fp8_ds_mla", 60),
         ("gfx942", "DeepSeek-V3.2, small", 20),
+        ("sm_90", "selections in two steps", 40),
         ("sm_90", "DeepSeek-V3.2, host rows", 40),
         ("sm_90", "DeepSeek-V3.2, host rows of a rank", 20),
         ("sm_80", "DeepSeek-V4, fp8_528", 20),

@@ -265,6 +265,7 @@ VALID = {
         "values": torch.zeros(3, 4),
         "positions": torch.arange(12).view(3, 4),
         "topk": 2,
+        "shard": None,
         "group": one_rank(),
         "workspace": None,
         "out": torch.empty(3, 2, dtype=torch.int32),

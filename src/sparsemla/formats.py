@@ -32,6 +32,9 @@ from sparsemla.validation import check_device, check_integer, check_kind, not_on
 FP8_MAX = 448.0
 """Largest finite float8_e4m3fn."""
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+"""Largest finite float32."""
+
 E2M1_MAX = 6.0
 """Largest e2m1."""
 

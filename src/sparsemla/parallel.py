@@ -177,6 +177,7 @@ def exchange_topk(
     positions: Tensor,
     topk: int,
     *,
+    shard: ContextShard | None = None,
     group: distributed.ProcessGroup | None = None,
     workspace: ExchangeWorkspace | None = None,
     out: Tensor | None = None,
@@ -188,14 +189,17 @@ def exchange_topk(
     gets the selection that one rank with all keys would make::
 
         rows = select_topk(scores, topk=topk, row_ends=shard.lengths(seq_lens))
-        values = scores.gather(1, rows.clamp(min=0).long())
-        selected = exchange_topk(values, shard.positions(rows), topk, group=group)
+        selected = exchange_topk(scores, rows, topk, shard=shard, group=group)
 
     Args:
         values: float32 ``[T, N]``, scores of this rank's candidates; N is the same on all ranks.
-        positions: int32, int64 or uint32 ``[T, N]``, their positions, below 2**31; a negative one
-            marks an entry without a candidate.
+            With a shard ``[T, C]``, scores of the rank's own keys.
+        positions: int32, int64 or uint32 ``[T, N]``, the candidates' positions, below 2**31; a
+            negative one marks an entry without a candidate. With a shard, columns of ``values`` as
+            :func:`select_topk` returns them.
         topk: k, any positive number; up to 16384 with a symmetric workspace.
+        shard: the rank's share of every context, of which ``values`` and ``positions`` are; a
+            symmetric workspace then allocates nothing. Without it, candidates come with positions.
         group: the ranks; default the workspace's, or all.
         workspace: memory for the exchange; without it, packets are allocated and gathered.
         out: int32 ``[T, topk]``, written.
@@ -208,21 +212,29 @@ def exchange_topk(
         TypeError, ValueError: an argument of the wrong kind, dtype, shape or device.
     """
     check = Checker("exchange_topk", gradients="all")
-    check.tensor("values", values, "T N", torch.float32)
+    check.tensor("values", values, "T N" if shard is None else "T C", torch.float32)
     positions = check.signed("positions", positions, "T N")
     check.positive("topk", topk)
     check.bind("K", topk)
+    if shard is not None:
+        check.kind("shard", shard, ContextShard)
     _check_group(check, group)
     out = check.output("out", out, "T K", torch.int32)
     if workspace is not None:
         _check_workspace(check, workspace, topk)
         if group is not None and group is not workspace.group:
             raise ValueError("exchange_topk: group must be the workspace's, got another one")
+        if shard is not None:
+            _check_shard(check, shard, workspace)
         if workspace.inboxes is not None:
-            call = ExchangeRows(values, positions, topk, selected=out)
+            call = ExchangeRows(values, positions, topk, shard, selected=out)
             _launch(workspace.inboxes, call)
             return out
         group = workspace.group
+    if shard is not None:
+        values = values.gather(1, positions.clamp(min=0).long())
+        positions = shard.positions(positions)
+    if workspace is not None:
         offer, offers = workspace.packets(*values.shape)
         offer[0].copy_(values.view(torch.int32))
         offer[1].copy_(positions)
@@ -256,8 +268,7 @@ def exchange_rows(
 
     The results are those of these calls, and with a symmetric workspace one launch::
 
-        values = scores.gather(1, rows.clamp(min=0).long())
-        selected = exchange_topk(values, shard.positions(rows), topk, workspace=workspace)
+        selected = exchange_topk(scores, rows, topk, shard=shard, workspace=workspace)
         out, counts = own_positions(selected, shard=shard)
         out = to_slots(out.flatten(1), page_table, request_ids, page_size=page_size).view_as(out)
 
@@ -289,11 +300,7 @@ def exchange_rows(
     check.bind("K", topk)
     check.kind("shard", shard, ContextShard)
     _check_workspace(check, workspace, topk)
-    if (shard.rank, shard.num_ranks) != (workspace.rank, workspace.num_ranks):
-        raise ValueError(
-            f"exchange_rows: shard must be that of rank {workspace.rank} of {workspace.num_ranks}, "
-            f"the workspace's, got rank {shard.rank} of {shard.num_ranks}"
-        )
+    _check_shard(check, shard, workspace)
     if page_table is None:
         check.absent("request_ids", request_ids, "without page_table")
         check.absent("page_size", page_size, "without page_table")
@@ -311,9 +318,7 @@ def exchange_rows(
         call = ExchangeRows(scores, rows, topk, shard, *pages, selected, out, counts)
         _launch(workspace.inboxes, call)
         return out, counts
-    values = scores.gather(1, rows.clamp(min=0).long())
-    positions = shard.positions(rows)
-    selected = exchange_topk(values, positions, topk, workspace=workspace, out=selected)
+    selected = exchange_topk(scores, rows, topk, shard=shard, workspace=workspace, out=selected)
     own_positions(selected, shard=shard, out=out, counts=counts)
     if page_table is not None and request_ids is not None and page_size is not None:
         for part in out.unbind(1):
@@ -345,6 +350,14 @@ def _check_workspace(check: Checker, workspace: ExchangeWorkspace, topk: int) ->
         raise ValueError(f"{check.op}: workspace must be on {check.device}, got {workspace.device}")
     if workspace.inboxes is not None:
         check.positive("topk", topk, MAX_CANDIDATES + 1)
+
+
+def _check_shard(check: Checker, shard: ContextShard, workspace: ExchangeWorkspace) -> None:
+    if (shard.rank, shard.num_ranks) != (workspace.rank, workspace.num_ranks):
+        raise ValueError(
+            f"{check.op}: shard must be that of rank {workspace.rank} of {workspace.num_ranks}, "
+            f"the workspace's, got rank {shard.rank} of {shard.num_ranks}"
+        )
 
 
 def merge_offers(

@@ -37,6 +37,8 @@ from sparsemla.ops import (
     fused_rope_rmsnorm_quant,
     gather_dequant,
     indexer_topk,
+    indexer_topk_blocks,
+    indexer_topk_of_blocks,
     own_positions,
     pool_windows,
     prepare_index_queries,
@@ -102,6 +104,10 @@ class Serving:
         index_page_stride: the same of the indexer's keys.
         max_workspace_bytes: of :func:`sparsemla.indexer_topk`.
         ratio: tokens of an index key; above 1 the engine writes keys by other ops.
+        topk_blocks: candidate blocks of a token, for selections in two steps as DeepSeek-V4.1 has
+            them: :func:`sparsemla.indexer_topk_blocks` and
+            :func:`sparsemla.indexer_topk_of_blocks`; None if layers do not share blocks.
+        block_size: index keys of a block.
         interleaved: RoPE of the indexer rotates neighbours.
         max_positions: rows of the indexer's table of cosines and sines.
         table_dtype: of that table.
@@ -143,6 +149,8 @@ class Serving:
     index_page_stride: int | None = None
     max_workspace_bytes: int = 256 << 20
     ratio: int = 1
+    topk_blocks: int | None = None
+    block_size: int = 8
     interleaved: bool = False
     max_positions: int = 163840
     table_dtype: torch.dtype = torch.bfloat16
@@ -165,7 +173,8 @@ class Serving:
         check_kind("sinks", self.sinks, bool)
         if self.query_pitch is not None:
             check_integer("query_pitch", self.query_pitch, ROPE_DIM)
-        for name in ("rows_per_seat", "context_rows"):
+        check_integer("block_size", self.block_size, 1)
+        for name in ("rows_per_seat", "context_rows", "topk_blocks"):
             if (size := getattr(self, name)) is not None:
                 check_integer(name, size, 1)
         least = self.max_query_len * self.topk
@@ -603,17 +612,24 @@ def _select_keys(
     pages: int,
     max_workspace_bytes: int | None = None,
 ) -> None:
-    indexer_topk(
+    request = (
         _empty(tokens, serving.index_heads, cache.format.head_dim, dtype=torch.float8_e4m3fn),
         _empty(tokens, serving.index_heads, dtype=torch.float32),
         cache,
-        input_row_offsets=_empty(requests + 1),
-        seq_lens=_empty(requests),
-        page_table=_page_table(serving, requests, pages),
-        topk=serving.topk,
-        ratio=serving.index_ratio,
-        max_workspace_bytes=max_workspace_bytes or serving.max_workspace_bytes,
+        _empty(requests + 1),
+        _empty(requests),
+        _page_table(serving, requests, pages),
     )
+    options: dict[str, Any] = {
+        "topk": serving.topk,
+        "ratio": serving.index_ratio,
+        "max_workspace_bytes": max_workspace_bytes or serving.max_workspace_bytes,
+    }
+    indexer_topk(*request, **options)
+    if serving.topk_blocks is not None:
+        options["block_size"] = serving.block_size
+        indexer_topk_blocks(*request, **options, topk_blocks=serving.topk_blocks)
+        indexer_topk_of_blocks(*request, _empty(tokens, serving.topk_blocks), **options)
 
 
 def _score_keys(serving: Serving, cache: PagedCache, pages: int) -> None:

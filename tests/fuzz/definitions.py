@@ -683,6 +683,20 @@ def paged_scores(q, weights, cache, table_row, length):
     return out
 
 
+def block_scores(scores, block_size):
+    """The best score of each block of keys, infinite for the last one."""
+    starts = range(0, len(scores.value), block_size)
+    value, error = (np.array([part[i : i + block_size].max() for i in starts]) for part in scores)
+    value[-1:], error[-1:] = INF, 0.0
+    return Near(value, error)
+
+
+def keys_in(blocks, block_size, visible):
+    """The positions below ``visible`` in blocks, in the order of these."""
+    listed = [range(b * block_size, (b + 1) * block_size) for b in blocks if 0 <= b < visible]
+    return [n for keys in listed for n in keys if n < visible]
+
+
 # --- attention -----------------------------------------------------------------------------------
 
 

@@ -736,23 +736,57 @@ def indexer_scores_paged(draw, shape):
     }
 
 
-INDEXER_TOPK = cases(
-    requests=st.lists(
+RAGGED = {
+    "requests": st.lists(
         st.tuples(st.integers(0, 4), st.one_of(st.integers(0, 9), st.integers(0, 150))), max_size=3
     ),
-    topk=st.one_of(st.integers(1, 12), st.sampled_from([64, 200])),
-    causal=FLAGS,
-    as_slots=FLAGS,
-    max_workspace_bytes=st.sampled_from([1, 64, 1000, 1 << 20]),
-    padding=st.integers(0, 2),
-    holes=FLAGS,
-    equal=FLAGS,
+    "topk": st.one_of(st.integers(1, 12), st.sampled_from([64, 200])),
+    "causal": FLAGS,
+    "max_workspace_bytes": st.sampled_from([1, 64, 1000, 1 << 20]),
+    "padding": st.integers(0, 2),
+    "holes": FLAGS,
+    "equal": FLAGS,
     **INDEXER,
     **INDEX_CACHES,
+}
+INDEXER_TOPK = cases(as_slots=FLAGS, **RAGGED)
+BLOCK_SIZES = st.sampled_from([1, 2, 3, 8, 8, 16, 200])
+INDEXER_TOPK_BLOCKS = cases(
+    topk_blocks=st.one_of(st.integers(1, 9), st.just(80)), block_size=BLOCK_SIZES, **RAGGED
+)
+INDEXER_TOPK_OF_BLOCKS = cases(
+    num_blocks=st.integers(0, 12), block_size=BLOCK_SIZES, beyond=FLAGS, **RAGGED
 )
 
 
 def indexer_topk(draw, shape):
+    return ragged_selection(draw, shape) | {"as_slots": shape["as_slots"]}
+
+
+def indexer_topk_blocks(draw, shape):
+    sizes = {name: shape[name] for name in ("topk_blocks", "block_size")}
+    return ragged_selection(draw, shape) | sizes
+
+
+def indexer_topk_of_blocks(draw, shape):
+    """Blocks ascend, some behind the last key; the rest is negative."""
+    arguments = ragged_selection(draw, shape)
+    width, size, dtype = shape["num_blocks"], shape["block_size"], shape["index_dtype"]
+    longest = max((max(m, n) for m, n in shape["requests"]), default=0)
+    most = longest // (arguments["ratio"] * size) + 2
+    last = 2**62 if dtype == torch.int64 else 2**31 - 1
+    lists = []
+    for _ in range(len(arguments["index_q"])):
+        count = draw.choice([min(width, most), draw.number(0, min(width, most))])
+        listed = sorted(torch.randperm(most, generator=draw.generator)[:count].tolist())
+        if shape["beyond"] and listed:
+            listed[-1] = last  # its keys would be at positions beyond int32
+        lists += listed + [draw.choice([-1, -(2**31)])] * (width - count)
+    blocks = draw.integers(lists, dtype, (len(arguments["index_q"]), width))
+    return arguments | {"blocks": blocks, "block_size": size}
+
+
+def ragged_selection(draw, shape):
     requests = [(m, max(n, m)) for m, n in shape["requests"]]
     lengths, dtype = [n for _, n in requests], shape["index_dtype"]
     ratio = draw.choice([1, 1, 4, 7])
@@ -769,7 +803,6 @@ def indexer_topk(draw, shape):
         "topk": shape["topk"],
         "causal": shape["causal"],
         "ratio": ratio,
-        "as_slots": shape["as_slots"],
         "max_workspace_bytes": shape["max_workspace_bytes"],
     }
 

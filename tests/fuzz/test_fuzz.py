@@ -496,29 +496,62 @@ def test_indexer_topk(backend, shape):
         ints(chosen),
     )
     check_topk(backend, shape, arguments, ints(chosen))
-    check_topk_of_requests(arguments, chosen)
+    check_requests_alone("indexer_topk", arguments, (chosen,))
     if not shape["as_slots"]:
         cache, moved = strategies.repaged(draw, arguments["cache"], arguments["page_table"])
         again = sparsemla.indexer_topk(**{**arguments, "cache": cache, "page_table": moved})
         check_equal("on other pages", again, ints(chosen))
 
 
-def check_topk(backend, shape, arguments, chosen):
-    """Check each token's selection against the float64 scores of its visible keys."""
-    q, weights, table = (
-        f64(arguments["index_q"]),
-        f64(arguments["weights"]),
-        ints(arguments["page_table"]),
-    )
-    cache, topk = arguments["cache"], arguments["topk"]
+@fuzz(strategies.INDEXER_TOPK_BLOCKS, times=2)
+def test_indexer_topk_blocks(backend, shape):
+    arguments = strategies.indexer_topk_blocks(draw_of(backend, shape), shape)
+    results = called("indexer_topk_blocks", arguments, ("out", "blocks_out"))
+    chosen, blocks = (ints(each) for each in results)
+    again = sparsemla.indexer_topk_blocks(**{**arguments, "max_workspace_bytes": 1 << 28})
+    for each, wanted in zip(again, (chosen, blocks), strict=True):
+        check_equal("with room for all scores", each, wanted)
+    slack = slack_of(backend, shape, arguments)
+    for t, scores in scores_of_tokens(shape, arguments, (chosen, blocks)):
+        check_selection(scores, chosen[t], arguments["topk"], slack)
+        of_blocks = definitions.block_scores(scores, arguments["block_size"])
+        check_selection(of_blocks, blocks[t], arguments["topk_blocks"], slack)
+    check_requests_alone("indexer_topk_blocks", arguments, results)
+
+
+@fuzz(strategies.INDEXER_TOPK_OF_BLOCKS, times=3)
+def test_indexer_topk_of_blocks(backend, shape):
+    arguments = strategies.indexer_topk_of_blocks(draw_of(backend, shape), shape)
+    (chosen,) = results = called("indexer_topk_of_blocks", arguments, ("out",))
+    chosen = ints(chosen)
+    again = sparsemla.indexer_topk_of_blocks(**{**arguments, "max_workspace_bytes": 1 << 28})
+    check_equal("with room for all scores", again, chosen)
+    blocks, slack = ints(arguments["blocks"]), slack_of(backend, shape, arguments)
+    for t, scores in scores_of_tokens(shape, arguments, (chosen,)):
+        keys = definitions.keys_in(blocks[t], arguments["block_size"], len(scores.value))
+        places = {n: i for i, n in enumerate(keys)} | {-1: -1}
+        assert set(chosen[t]) <= set(places), f"keys {chosen[t]} are not in blocks {blocks[t]}"
+        listed = Near(*(part[np.array(keys, int)] for part in scores))
+        check_selection(listed, [places[n] for n in chosen[t]], arguments["topk"], slack)
+    check_requests_alone("indexer_topk_of_blocks", arguments, results)
+
+
+def slack_of(backend, shape, arguments):
+    """How much of its terms a score may be off; nothing where sums are exact."""
+    exact = shape["whole"] or shape["equal"]
+    return 0.0 if exact else score_rounding(backend, arguments["index_q"].dtype)
+
+
+def scores_of_tokens(shape, arguments, results):
+    """Each token and the float64 scores of its visible keys; tokens of no request select none."""
+    q, weights = f64(arguments["index_q"]), f64(arguments["weights"])
+    table = ints(arguments["page_table"])
     starts, lengths = ints(arguments["input_row_offsets"]), ints(arguments["seq_lens"])
     if not shape["requests"]:
         starts = np.zeros(1, int)
-    check_equal(
-        "padding",
-        torch.from_numpy(chosen[starts[-1] :].astype(np.int64)),
-        -1 + 0 * chosen[starts[-1] :],
-    )
+    for result in results:
+        padding = result[starts[-1] :].astype(np.int64)
+        check_equal("padding", torch.from_numpy(padding), -1 + 0 * padding)
     for b, length in enumerate(lengths):
         first, last = starts[b], starts[b + 1]
         for t in range(first, last):
@@ -526,13 +559,21 @@ def check_topk(backend, shape, arguments, chosen):
                 int(length) - (last - first) + 1 + t - first if shape["causal"] else int(length)
             )
             visible //= arguments["ratio"]
-            scores = definitions.paged_scores(q[t], weights[t], cache, table[b], visible)
-            positions = chosen[t]
-            if shape["as_slots"]:
-                positions = positions_of(chosen[t], table[b], cache.page_size, visible, topk)
-            slack = score_rounding(backend, arguments["index_q"].dtype)
-            exact = shape["whole"] or shape["equal"]
-            check_selection(scores, positions, topk, 0.0 if exact else slack)
+            cache = arguments["cache"]
+            yield t, definitions.paged_scores(q[t], weights[t], cache, table[b], visible)
+
+
+def check_topk(backend, shape, arguments, chosen):
+    """Check each token's selection against the float64 scores of its visible keys."""
+    table, starts = ints(arguments["page_table"]), ints(arguments["input_row_offsets"])
+    page_size, topk = arguments["cache"].page_size, arguments["topk"]
+    slack = slack_of(backend, shape, arguments)
+    for t, scores in scores_of_tokens(shape, arguments, (chosen,)):
+        positions = chosen[t]
+        if shape["as_slots"]:
+            row = table[np.searchsorted(starts, t, "right") - 1]
+            positions = positions_of(chosen[t], row, page_size, len(scores.value), topk)
+        check_selection(scores, positions, topk, slack)
 
 
 def positions_of(slots, table_row, page_size, visible, topk):
@@ -567,21 +608,28 @@ def check_selection(scores, positions, topk, slack):
         assert kept == equals[: len(kept)], f"of the ties {equals}, later ones {kept} are selected"
 
 
-def check_topk_of_requests(arguments, chosen):
+def check_requests_alone(op, arguments, results):
     """Check that a request selects the same keys alone and in the batch."""
     starts = ints(arguments["input_row_offsets"])
     for b in range(len(starts) - 1):
         at = slice(int(starts[b]), int(starts[b + 1]))
+        tokens = {
+            name: arguments[name][at]
+            for name in ("index_q", "weights", "blocks")
+            if name in arguments
+        }
         alone = {
             **arguments,
-            "index_q": arguments["index_q"][at],
-            "weights": arguments["weights"][at],
+            **tokens,
             "input_row_offsets": arguments["input_row_offsets"][:2] * 0
-            + torch.tensor([0, at.stop - at.start], device=chosen.device),
+            + torch.tensor([0, at.stop - at.start], device=arguments["index_q"].device),
             "seq_lens": arguments["seq_lens"][b : b + 1],
             "page_table": arguments["page_table"][b : b + 1],
         }
-        check_equal(f"request {b} alone", sparsemla.indexer_topk(**alone), ints(chosen[at]))
+        again = getattr(sparsemla, op)(**alone)
+        again = again if isinstance(again, tuple) else (again,)
+        for each, result in zip(again, results, strict=True):
+            check_equal(f"request {b} alone", each, ints(result[at]))
 
 
 @fuzz(strategies.SELECT_TOPK, times=10)

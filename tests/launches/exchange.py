@@ -50,10 +50,26 @@ def select(num_ranks, num_rows, topk, dtype):
     )
 
 
+def merge(num_ranks, num_rows, topk):
+    """The selection of all ranks alone, from scores: vLLM's decodes."""
+    inbox = meta(256, 2, num_ranks, topk, dtype=torch.int64)
+    exchange_rows(
+        Inboxes(0, (inbox,) * num_ranks, meta(256)),
+        ExchangeRows(
+            meta(num_rows, 65536, dtype=torch.float32),
+            meta(num_rows, topk),
+            topk,
+            ContextShard(0, num_ranks, 64),
+            selected=meta(num_rows, topk),
+        ),
+    )
+
+
 LAUNCHES = {
     "rows of two ranks": functools.partial(exchange, 2, 128, 2048),
     "slots of four ranks": functools.partial(exchange, 4, 16, 2048, page_size=64, whole=False),
     "slots of eight ranks": functools.partial(exchange, 8, 1, 2048, page_size=64),
     "parts of two ranks": functools.partial(exchange, 2, 200, 512, interleave=1, parts=8),
     "a selection of three ranks": functools.partial(select, 3, 9, 1024, torch.int64),
+    "a selection of two ranks, from scores": functools.partial(merge, 2, 128, 2048),
 }

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of
+from sparsemla.formats import FLOAT32_MAX
 from sparsemla.reference.gather import to_slots
 from sparsemla.reference.topk import select_topk
-
-LARGEST = torch.finfo(torch.float32).max
 
 
 def indexer_scores(
@@ -126,7 +125,9 @@ def indexer_topk_blocks(
     for token, (b, end) in enumerate(zip(requests, ends, strict=True)):
         positions = torch.arange(end, device=index_q.device)  # [e]
         scores = _scores_at(index_q[token], weights[token], cache, page_table, b, positions)
-        scores = scores.nan_to_num(-torch.inf, LARGEST, -torch.inf)  # the last block is above all
+        scores = scores.nan_to_num(
+            -torch.inf, FLOAT32_MAX, -torch.inf
+        )  # the last block is above all
         counts[token] = -(-end // block_size)
         if end > 0:
             best[token].scatter_reduce_(0, positions // block_size, scores, "amax")

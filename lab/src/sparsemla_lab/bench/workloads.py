@@ -1122,7 +1122,11 @@ class IndexerTopk(Workload):
         return (ops.indexer_topk(**inputs),)
 
     def check(self, inputs: Inputs, results: Results) -> None:
-        """Compare scores of the chosen keys, because another order of additions changes ties."""
+        for token, scores, size in self._scores_of_some(inputs):
+            _check_best(self.op, results[0][token], scores, self.topk, size)
+
+    def _scores_of_some(self, inputs: Inputs) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """A few tokens, the scores of the keys that they see, and the largest size of these."""
         some = _some(self.batch * self.query_len, 4, inputs["index_q"].device)
         for token in some.tolist():
             request, place = divmod(token, self.query_len)
@@ -1136,8 +1140,7 @@ class IndexerTopk(Workload):
                 "max_seq_len": self.keys,
             }
             scores = reference.indexer_scores_paged(**arguments)[0, 0, :seen]
-            sizes = score_sizes("indexer_scores_paged", arguments)
-            _check_best(self.op, results[0][token], scores, self.topk, sizes.amax())
+            yield token, scores, score_sizes("indexer_scores_paged", arguments).amax()
 
     def ours(self, inputs: Inputs) -> Side:
         side = super().ours(inputs)
@@ -1148,6 +1151,112 @@ class IndexerTopk(Workload):
             side.run()
             side.note = f"{(torch.cuda.max_memory_allocated() - before) / 2**20:.1f} MiB of memory"
         return side
+
+
+@dataclass(frozen=True)
+class IndexerTopkBlocks(IndexerTopk):
+    """An :class:`IndexerTopk` that also chooses blocks of keys, among which later layers select."""
+
+    topk_blocks: int = 2048
+    block_size: int = 8
+    op: ClassVar[str] = "indexer_topk_blocks"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        sizes = super().shape.items()
+        return {name: size for name, size in sizes if name != "block_size"}
+
+    @property
+    def variant(self) -> str:
+        blocks = f"blocks of {self.block_size} keys"
+        return ", ".join(filter(None, [super().variant, blocks]))
+
+    def build(self, device: torch.device) -> Inputs:
+        inputs, shape = super().build(device), (self.batch * self.query_len, self.topk_blocks)
+        return inputs | {
+            "topk_blocks": self.topk_blocks,
+            "block_size": self.block_size,
+            "blocks_out": torch.empty(shape, dtype=torch.int32, device=device),
+        }
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        return super().unique_bytes(inputs) + inputs["blocks_out"].nbytes
+
+    def run(self, inputs: Inputs) -> Results:
+        return ops.indexer_topk_blocks(**inputs)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        super().check(inputs, results)
+        for token, scores, size in self._scores_of_some(inputs):
+            blocks = results[1][token]
+            best = torch.stack([part.amax() for part in scores.split(self.block_size)])
+            ids = blocks[blocks >= 0].long()
+            if not bool((ids == len(best) - 1).any()):
+                raise AssertionError(f"{self.op}: the block of the last key is missing")
+            others = ids[ids != len(best) - 1]
+            _check_best(self.op, others, best[:-1], self.topk_blocks - 1, size)
+
+
+@dataclass(frozen=True)
+class IndexerTopkOfBlocks(IndexerTopk):
+    """The best keys of each token among those of its blocks, which another layer has chosen.
+
+    A token lists random blocks and that of its last key.
+    """
+
+    num_blocks: int = 2048
+    block_size: int = 8
+    op: ClassVar[str] = "indexer_topk_of_blocks"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        sizes = super().shape.items()
+        return {name: size for name, size in sizes if name != "block_size"}
+
+    @property
+    def variant(self) -> str:
+        blocks = f"blocks of {self.block_size} keys"
+        return ", ".join(filter(None, [super().variant, blocks]))
+
+    @property
+    def flop(self) -> float:
+        listed = self.batch * self.query_len * self.num_blocks * self.block_size
+        return 2.0 * min(listed, self._scores) * self.heads * INDEX_DIM
+
+    def build(self, device: torch.device) -> Inputs:
+        inputs, draw = super().build(device), _generator(device)
+        ends = [self.seen(place) for place in range(self.query_len)] * self.batch
+        last = (torch.tensor(ends, device=device) - 1)[:, None] // self.block_size
+        fewest = (min(ends) - 1) // self.block_size
+        count = min(self.num_blocks - 1, fewest)
+        chosen = _select(draw, len(ends), fewest, count, "random")
+        listed = torch.cat([chosen.sort(1).values, last.int()], 1)
+        missing = self.num_blocks - listed.shape[1]
+        blocks = torch.nn.functional.pad(listed, (0, missing), value=-1)
+        return inputs | {"blocks": blocks, "block_size": self.block_size}
+
+    def unique_bytes(self, inputs: Inputs) -> int:
+        """Keys of the blocks that a request's tokens list, each once."""
+        size, blocks = self.block_size, inputs["blocks"].unflatten(0, (self.batch, -1))
+        listed = sum(int((each.unique() >= 0).sum()) for each in blocks)
+        keys = min(listed * size, self.batch * self.keys) * INDEX_FP8.bytes_per_token
+        per_token = self.heads * (INDEX_DIM + 4) + 4 * self.topk
+        return keys + self.batch * self.query_len * per_token + inputs["blocks"].nbytes
+
+    def run(self, inputs: Inputs) -> Results:
+        return (ops.indexer_topk_of_blocks(**inputs),)
+
+    def check(self, inputs: Inputs, results: Results) -> None:
+        inside = torch.arange(self.block_size, device=inputs["index_q"].device)
+        for token, scores, size in self._scores_of_some(inputs):
+            blocks = inputs["blocks"][token]
+            keys = (blocks[blocks >= 0, None] * self.block_size + inside).flatten()
+            keys = keys[keys < len(scores)].long()
+            ids = results[0][token]
+            ids = ids[ids >= 0].long()
+            if not bool(torch.isin(ids, keys).all()):
+                raise AssertionError(f"{self.op}: keys of other blocks are selected")
+            _check_best(self.op, torch.searchsorted(keys, ids), scores[keys], self.topk, size)
 
 
 @dataclass(frozen=True)
@@ -1736,6 +1845,14 @@ def all_workloads() -> list[Workload]:
             IndexerTopk(batch, 1, 131072, 2048 // ratio, ratio, heads=16)
             for ratio in (4, 16)
             for batch in (1, 8, 64)
+        ),
+        *(
+            kind(batch, query_len, context, 512, heads=32)
+            for kind in (IndexerTopkBlocks, IndexerTopkOfBlocks)
+            for batch, query_len, context in (
+                *((batch, 1, 1048576) for batch in (1, 16, 64)),
+                (1, 4096, 131072),
+            )
         ),
         *(
             CacheWrite(tokens, heads, fmt)

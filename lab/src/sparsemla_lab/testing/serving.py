@@ -25,6 +25,8 @@ from sparsemla import (
     fused_rope_rmsnorm_quant,
     gather_dequant,
     indexer_topk,
+    indexer_topk_blocks,
+    indexer_topk_of_blocks,
     plan_batch,
     pool_windows,
     prefill_workspace_rows,
@@ -227,17 +229,17 @@ class Engine:
         )
         if not step.whole_table:
             page_table = page_table[:, : -(-max(step.seq_lens) // 64)]
-        indexer_topk(
-            q_fp8,
-            weights,
-            self.index_cache,
-            input_row_offsets=offsets,
-            seq_lens=seq_lens,
-            page_table=page_table,
-            topk=serving.topk,
-            max_workspace_bytes=serving.max_workspace_bytes,
-            out=self.topk_indices[:rows],
-        )
+        request = q_fp8, weights, self.index_cache, offsets, seq_lens, page_table
+        options: dict[str, Any] = {
+            "topk": serving.topk,
+            "max_workspace_bytes": serving.max_workspace_bytes,
+            "out": self.topk_indices[:rows],
+        }
+        indexer_topk(*request, **options)
+        if serving.topk_blocks is not None:  # layers that choose blocks, and those behind them
+            options["block_size"] = serving.block_size
+            _, blocks = indexer_topk_blocks(*request, **options, topk_blocks=serving.topk_blocks)
+            indexer_topk_of_blocks(*request, blocks, **options)
 
     def _rope(self, tokens: slice) -> Tensor | None:
         return None if self.q_rope is None else self.q_rope[tokens]

@@ -24,7 +24,7 @@ from sparsemla import (
     ContextShard,
     ExchangeWorkspace,
     PagedCache,
-    exchange_rows,
+    exchange_topk,
     indexer_scores_paged,
     select_topk,
 )
@@ -157,8 +157,8 @@ class ShardedRows:
                 rows = select_topk(scores, topk=offered, row_ends=lengths)
                 selected, shard, workspace = out[tokens], self.shard, self.workspace
                 if workspace is not None and len(rows) <= workspace.max_tokens:
-                    exchange_rows(
-                        scores, rows, topk, shard=shard, workspace=workspace, selected=selected
+                    exchange_topk(
+                        scores, rows, topk, shard=shard, workspace=workspace, out=selected
                     )
                     continue
                 merge_offers(

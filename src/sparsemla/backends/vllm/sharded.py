@@ -100,8 +100,6 @@ class ShardedIndex:
                 self.topk,
                 shard,
                 selected=without_memory(start, self.topk)[start - 1 :],
-                out=without_memory(1, 1, self.topk),
-                counts=without_memory(1, 1),
             ),
         )
 

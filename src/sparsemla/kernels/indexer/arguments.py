@@ -10,6 +10,11 @@ from sparsemla.cache import PagedCache
 from sparsemla.kernels.common.table import ALLOCATED
 
 
+def most_keys(page_table: Tensor, cache: PagedCache) -> int:
+    """Most keys of a request."""
+    return page_table.shape[1] * cache.page_size
+
+
 class IndexerScores(NamedTuple):
     """Arguments of :func:`sparsemla.indexer_scores`."""
 
@@ -53,8 +58,7 @@ class IndexerTopk(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Most keys of a request."""
-        return self.page_table.shape[1] * self.cache.page_size
+        return most_keys(self.page_table, self.cache)
 
 
 class IndexerTopkBlocks(NamedTuple):
@@ -77,8 +81,7 @@ class IndexerTopkBlocks(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Most keys of a request."""
-        return self.page_table.shape[1] * self.cache.page_size
+        return most_keys(self.page_table, self.cache)
 
     @property
     def num_blocks(self) -> int:
@@ -113,8 +116,7 @@ class IndexerTopkOfBlocks(NamedTuple):
 
     @property
     def num_keys(self) -> int:
-        """Most keys of a request."""
-        return self.page_table.shape[1] * self.cache.page_size
+        return most_keys(self.page_table, self.cache)
 
     @property
     def num_listed(self) -> int:

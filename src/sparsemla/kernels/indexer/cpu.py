@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsemla.cache import PagedCache, slots_of, to_int32
+from sparsemla.formats import FLOAT32_MAX
 from sparsemla.kernels.common import cpu
 from sparsemla.kernels.indexer.arguments import (
     IndexerScores,
@@ -29,8 +30,6 @@ KEYS_AT_ONCE = 2048
 
 TILE = 1 << 19
 """Logits of a block: 4 MiB of float64, which stay in the cache."""
-
-LARGEST = torch.finfo(torch.float32).max
 
 SELECTED_AT_ONCE = 1 << 20
 """Scores of a token in one selection; it takes about 25 bytes per score."""
@@ -118,7 +117,7 @@ def indexer_topk_blocks(call: IndexerTopkBlocks) -> None:
                 )
             select_topk(SelectTopk(scores, call.topk, row_ends=ends, out=call.out[at]))
             scores.masked_fill_(torch.arange(num_blocks * size) >= ends[:, None], -torch.inf)
-            scores.nan_to_num_(-torch.inf, LARGEST, -torch.inf)  # the last block is above all
+            scores.nan_to_num_(-torch.inf, FLOAT32_MAX, -torch.inf)  # the last block is above all
             best = scores.view(len(ends), num_blocks, size).amax(2)
             best.masked_fill_(torch.arange(num_blocks) == (ends[:, None] - 1) // size, torch.inf)
             counts = -(-ends // size)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import FLOAT32_MAX
 from sparsemla.kernels.common.device import num_multiprocessors
 from sparsemla.kernels.common.fp4 import unpack_e2m1
 from sparsemla.kernels.common.fp8 import INTERPRETED, decode_e8m0, dot, e4m3_over_256, has_fp8
@@ -517,7 +518,7 @@ def _listed_kernel(
             tl.store(at, score, mask=(column < last)[:, None])
 
 
-LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+LARGEST = tl.constexpr(FLOAT32_MAX)
 
 
 @triton.jit(do_not_specialize=["skip"])

@@ -26,7 +26,12 @@ from sparsemla_lab.bench.peers.fa3 import FA3
 from sparsemla_lab.bench.peers.flash_attn import FlashAttention3
 from sparsemla_lab.bench.peers.flash_mla import FlashMLA
 from sparsemla_lab.bench.peers.own import Sparsemla, Torch
-from sparsemla_lab.bench.peers.sglang import SGLangQ8KV8, SGLangTriton, SglFlashMLA
+from sparsemla_lab.bench.peers.sglang import (
+    SGLangCandidateBlocks,
+    SGLangQ8KV8,
+    SGLangTriton,
+    SglFlashMLA,
+)
 from sparsemla_lab.bench.peers.sglang_triton import SGLangSparseMLA, SGLangTritonV4
 from sparsemla_lab.bench.peers.tilelang import TileLang
 from sparsemla_lab.bench.peers.vllm import VLLM
@@ -42,6 +47,7 @@ PEERS = (
     SGLangSparseMLA,
     SGLangTritonV4,
     SGLangQ8KV8,
+    SGLangCandidateBlocks,
     DeepGEMM,
     VLLM,
     VLLMPython,

@@ -1,20 +1,23 @@
-"""SGLang's kernels: its FlashMLA for Hopper, and its prefills for few heads and in FP8."""
+"""SGLang's kernels: FlashMLA for Hopper, prefills for few heads and in FP8, candidate blocks."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 from pathlib import Path
 from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from sparsemla import reference
+from sparsemla import ops, reference
 from sparsemla.formats import FP8_MAX, to_fp8
-from sparsemla_lab.bench.peers.base import Peer, Unavailable, first, module_from, side
+from sparsemla_lab.bench.peers.base import Peer, Unavailable, first, module_from, side, stand_ins
 from sparsemla_lab.bench.peers.flash_mla import FlashMLA
 from sparsemla_lab.bench.timing import Results
 from sparsemla_lab.bench.workloads import (
+    IndexerTopkBlocks,
+    IndexerTopkOfBlocks,
     Inputs,
     PermittedPrefill,
     Side,
@@ -171,6 +174,75 @@ class SGLangQ8KV8(Peer):
                 raise AssertionError(f"{self.name}: relative error {error:.3f}")
 
         return [Side(self.name, run, check, note="one scale a tensor")]
+
+
+class SGLangCandidateBlocks(Peer):
+    """DeepSeek-V4.1's selections in two steps: SGLang's functions of torch, over our scores.
+
+    On Hopper SGLang scores all keys also for the second step. Scores are this package's, as SGLang
+    takes them from DeepGEMM.
+    """
+
+    name = "SGLang candidate_blocks"
+    portable = True
+    FOLDER: ClassVar[str] = "sglang.kernels.ops.attention.dsv4"
+
+    def __init__(self, directories: list[Path]) -> None:
+        path = self.FOLDER.replace(".", "/")
+        for root in directories:
+            if (root / path / "candidate_blocks.py").is_file():
+                with stand_ins("sglang", _names_of_blocks(root / path)):
+                    self.module = importlib.import_module(f"{self.FOLDER}.candidate_blocks")
+                return
+        raise Unavailable(f"{path}/candidate_blocks.py is not there")
+
+    def supports(self, workload: Workload) -> str | None:
+        ops = (IndexerTopkBlocks, IndexerTopkOfBlocks)
+        return None if isinstance(workload, ops) else "has no such op"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
+        workload = cast("IndexerTopkBlocks | IndexerTopkOfBlocks", workload)
+        rows = workload.batch, workload.query_len
+        lens = [workload.seen(place) for place in range(workload.query_len)]
+        ends = torch.tensor([lens] * workload.batch, dtype=torch.int32, device=inputs["out"].device)
+        q, weights = (inputs[name].unflatten(0, rows) for name in ("index_q", "weights"))
+        request = inputs["cache"], inputs["page_table"], ends
+        flat, topk, size = ends.flatten(), workload.topk, workload.block_size
+
+        def score() -> Tensor:
+            scores = ops.indexer_scores_paged(q, weights, *request, max_seq_len=workload.keys)
+            return scores.flatten(0, 1)
+
+        def choose() -> Results:
+            scores = score()
+            best = scores.topk(min(topk, workload.keys), sorted=False)
+            keys = best.indices.int().masked_fill(best.values == -torch.inf, -1)
+            count = cast("IndexerTopkBlocks", workload).topk_blocks
+            select = self.module.select_candidate_block_ids
+            return keys, select(scores, flat[:, None], count, size)
+
+        def among() -> Results:
+            return (self.module.topk_among_blocks(score(), flat, inputs["blocks"], topk, size),)
+
+        run = choose if isinstance(workload, IndexerTopkBlocks) else among
+        return [side(self.name, workload, inputs, run, note="scores of sparsemla")]
+
+
+def _names_of_blocks(folder: Path) -> dict[str, dict[str, object]]:
+    """The names of SGLang that its candidate blocks import; none of them is called."""
+    names = ("cache_once", "is_arch_support_pdl", "load_jit", "make_cpp_args")
+    here = SGLangCandidateBlocks.FOLDER
+    return {
+        here: {"__path__": [str(folder)]},
+        "sglang.kernels.jit.utils": dict.fromkeys(names, _untouched),
+        f"{here}.candidate_table": {"CANDIDATE_BLOCK_SIZE": 8},
+        f"{here}.topk": dict.fromkeys(("plan_topk_v2", "topk_transform_paged_v2")),
+        f"{here}.utils": {"make_name": None},
+    }
+
+
+def _untouched(function: object) -> object:
+    return function
 
 
 def _cast(x: Tensor) -> tuple[Tensor, Tensor]:
