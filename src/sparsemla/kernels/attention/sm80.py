@@ -29,7 +29,7 @@ tile's RoPE dims; the first ``PARTS`` quarters of Q stay in registers. GPUs with
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 from triton.experimental import gluon
@@ -820,29 +820,8 @@ def launch(
     )
 
 
-def _launch_decode(
-    queries: Queries,
-    cache: PagedCache,
-    stream: KeyList,
-    results: Results,
-    shape: QueryRows,
-    softmax_scale: float,
-    **others: Any,
-) -> None:
-    """Launch the kernel of one tile where each split has one, else the loop."""
-    from sparsemla.kernels.attention import sm80_one_tile  # which takes functions from here
-
-    operands = queries, cache, stream, results, shape, softmax_scale
-    num_keys = sm80_one_tile.tile_of(queries, cache, stream, shape)
-    if num_keys is None or others.get("extra") is not None:
-        launch(*operands, **others)
-    else:
-        num_groups = others["num_groups"]
-        sm80_one_tile.launch(*operands, num_groups=num_groups, num_keys=num_keys)
-
-
 def sparse_decode(call: SparseDecode) -> None:
-    calls.sparse_decode(call, _launch_decode)
+    calls.sparse_decode(call, launch)
 
 
 def dense_decode(call: DenseDecode) -> None:

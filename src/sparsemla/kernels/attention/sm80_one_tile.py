@@ -1,10 +1,14 @@
-"""Decode with Ampere's instructions where a split has one tile of keys: few requests.
+"""Decode over bfloat16 rows with Ampere's instructions, one tile of keys a split: few requests.
 
-Latencies follow each other here, and nothing hides them, so the kernel is a straight line. Slots
-are loaded first, queries are copied while they come, then all rows at once, by cp.async. A warp has
-a quarter of the dims. It adds up QK of its dims, the sums are exchanged through shared memory, and
-every warp takes the softmax of all 16 rows in the layout of its MMAs: P never leaves registers.
-:mod:`.sm80` has the loop for more keys, and its dequantisation of FP8 rows.
+Latencies follow each other here, and nothing hides them, so the kernel is a straight line. A CTA
+has 16 query rows, and a warp a quarter of the dims. Time line:
+
+1. Slots are loaded; queries are copied by cp.async while they come, then all rows at once.
+2. Barrier: the copies of all warps have arrived. Each warp adds up QK of its dims.
+3. Barrier: the four sums are in shared memory. Every warp adds them, and takes the softmax of all
+   16 rows in the layout of its MMAs: P never leaves registers. Each warp has PV of its dims.
+
+:mod:`.sm80` has the loop for more keys.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sparsemla.cache import PagedCache
+from sparsemla.kernels.attention import calls
+from sparsemla.kernels.attention.arguments import SparseDecode
 from sparsemla.kernels.attention.operands import KeyList, Queries, QueryRows, Results
 from sparsemla.kernels.attention.rows import (
     LN2,
@@ -24,18 +30,8 @@ from sparsemla.kernels.attention.rows import (
     query_dims,
     rows_of_tile,
 )
-from sparsemla.kernels.attention.schedule import FEW_HEADS
-from sparsemla.kernels.attention.sm80 import (
-    KV_TILE,
-    Keys,
-    layouts,
-    load_codes,
-    of_rows,
-    row_offset,
-    store_dequantized,
-    tile_of_program,
-)
-from sparsemla.kernels.common.fp8 import has_fp8
+from sparsemla.kernels.attention.schedule import ONE_TILE_KEYS
+from sparsemla.kernels.attention.sm80 import KV_TILE, of_rows, row_offset, tile_of_program
 from sparsemla.kernels.common.gluon import async_load, reinterpret
 from sparsemla.kernels.common.integers import cdiv
 from sparsemla.kernels.common.paged import cache_arguments
@@ -45,10 +41,6 @@ SUMS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0]))
 SUMS_OF_SLICE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 ROWS = 16
 """Query rows of a CTA."""
-TILES = 32, 64
-"""Keys of a tile."""
-ALIGNED = 16
-"""Strides of queries are multiples, in elements, and pointers in bytes: cp.async has 16 bytes."""
 
 
 @gluon.jit
@@ -102,13 +94,11 @@ def _attend_tile(
     L: gl.constexpr,
     ROWS: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    WARPS: gl.constexpr,
-    NATIVE: gl.constexpr,
 ):
     """Sixteen heads of a token, and the one tile of keys of a split."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, WARPS, 1], [2, 1, 0])
-    ROPE: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, WARPS // 4, 1], [2, 1, 0])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 2, 16], [1, 4, 1], [2, 1, 0])
+    ROPE: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 16, 2], [4, 1, 1], [2, 1, 0])
     COPY_KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COPY))
     ROPE_KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, ROPE))
     S: gl.constexpr = gl.SliceLayout(0, MMA)
@@ -128,17 +118,9 @@ def _attend_tile(
     rope = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK_N, 16], ROPE_TILE)
     copy_queries(queries, request, token, begin, shape, q, 0, ROWS, COPY)
     copy_queries(queries, request, token, begin, shape, q_rope, 512, ROWS, ROPE)
-    copy_rows(rows.bf16, rope_slots, rope, 512 - L.fp8_dim, L, ROPE)
-    if L.fp8_dim == 0:
-        copy_rows(rows.bf16, slots, kv, 0, L, COPY)
-        async_copy.commit_group()
-    else:
-        async_copy.commit_group()
-        T: gl.constexpr = layouts(BLOCK_N, WARPS, 4, 512)
-        CODES: gl.constexpr = T.codes
-        keys = Keys(rows, entries, first, end, 1)
-        codes, scales = load_codes(keys, keys, 0, BLOCK_N, 4, L, None, False, CODES)
-        store_dequantized(codes, scales, kv, NATIVE)
+    copy_rows(rows.bf16, rope_slots, rope, 512, L, ROPE)
+    copy_rows(rows.bf16, slots, kv, 0, L, COPY)
+    async_copy.commit_group()
     async_copy.wait_group(0)
 
     Q: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -176,22 +158,6 @@ def _attend_tile(
     gl.store(results.out + of_rows(at, MMA) + part * 128 + dim, acc, mask=of_rows(real, MMA))
 
 
-def tile_of(queries: Queries, cache: PagedCache, stream: KeyList, shape: QueryRows) -> int | None:
-    """Keys of a tile if each split has one and this kernel takes the call, else None."""
-    fmt = cache.format
-    pointers = [x.data_ptr() for x in (queries.q, queries.rope) if x is not None]
-    strides = [x for x in queries if isinstance(x, int)]
-    if (
-        shape.num_splits == 1
-        or shape.num_rows > FEW_HEADS
-        or fmt.head_dim != 576
-        or fmt.fp8_dim not in (0, 512)
-        or any(x % ALIGNED for x in (*pointers, *strides))
-    ):
-        return None
-    return next((keys for keys in TILES if keys * shape.num_splits >= stream.num_keys), None)
-
-
 def launch(
     queries: Queries,
     cache: PagedCache,
@@ -201,10 +167,11 @@ def launch(
     softmax_scale: float,
     *,
     num_groups: int,
-    num_keys: int,
+    **_: object,
 ) -> None:
-    """Launch over ``num_groups`` groups of rows, with splits of ``num_keys`` keys."""
+    """Launch over ``num_groups`` groups of rows; see ``Launch``. There is no second stream."""
     rows, layout = cache_arguments(cache)
+    few = stream.num_keys <= min(ONE_TILE_KEYS) * shape.num_splits
     _attend_tile[(num_groups * shape.num_splits * cdiv(shape.num_rows, ROWS),)](
         queries,
         rows,
@@ -214,8 +181,10 @@ def launch(
         softmax_scale * LOG2E.value,
         L=layout,
         ROWS=ROWS,
-        BLOCK_N=num_keys,
-        WARPS=4,
-        NATIVE=has_fp8(queries.q.device),
+        BLOCK_N=min(ONE_TILE_KEYS) if few else max(ONE_TILE_KEYS),
         num_warps=4,
     )
+
+
+def sparse_decode(call: SparseDecode) -> None:
+    calls.sparse_decode(call, launch)
