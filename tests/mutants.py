@@ -798,6 +798,7 @@ SWAP_AB = "attention/sm90/swap_ab.py"
 INDEXER = "indexer/sm90.py"
 INDEXER_GROUPS = "indexer/groups.py"
 AMPERE_ATTENTION = "attention/sm80.py"
+ONE_TILE = "attention/sm80_one_tile.py"
 AMPERE_INDEXER = "indexer/sm80.py"
 AMPERE_PROJECTION = "projection/sm80.py"
 
@@ -1340,6 +1341,27 @@ GPU_MUTANTS = (
 )
 
 AMPERE_MUTANTS = (
+    ampere(
+        "a slice of the dims is missing in S",
+        ONE_TILE,
+        "for part in gl.static_range(1, 4):",
+        "for part in gl.static_range(1, 3):",
+        "sparse_decode",
+    ),
+    ampere(
+        "keys of none and beyond the length have a P",
+        ONE_TILE,
+        's = gl.where(seen[None, :], s * scale_log2, float("-inf"))',
+        "s = s * scale_log2",
+        "sparse_decode",
+    ),
+    ampere(
+        "each split attends to the first one's keys",
+        ONE_TILE,
+        "first = split.to(gl.int32) * BLOCK_N",
+        "first = split.to(gl.int32) * 0",
+        "sparse_decode",
+    ),
     ampere(
         "the lists of splits overlap in their last tile",
         AMPERE_ATTENTION,

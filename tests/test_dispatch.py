@@ -214,7 +214,10 @@ ROWS = {
     },
 }
 AMPERE = {
-    "sparse_decode": {"sm80": None},
+    "sparse_decode": {
+        "sm80.one_tile": "needs bf16_576v512 rows, got fp8_ds_mla",
+        "sm80": None,
+    },
     "dense_decode": {"sm80": None},
     "sparse_prefill": {"sm80": None},
     "sparse_attention": {},

@@ -86,4 +86,6 @@ LAUNCHES = {
     "dense 128": functools.partial(dense, 128),
     "dense 16, 4 tokens": functools.partial(dense, 16, 4),
     "decode 64, 528 bytes": functools.partial(decode, 64, FP8_NOPE),
+    "decode 16, bf16, 64 keys a split": functools.partial(decode, 16, BF16_576, num_splits=32),
+    "decode 8, bf16, 32 keys a split": functools.partial(decode, 8, BF16_576, num_splits=64),
 }

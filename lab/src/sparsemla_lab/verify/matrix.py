@@ -1932,6 +1932,23 @@ def _decode_in_splits() -> list[Case]:
             for splits in (1, 4)
         ),
         Case("3 splits, negative lengths", build(_negative_lengths, 2, num_splits=3), quick=True),
+        # With Ampere's instructions, bfloat16 rows of one tile of 32 or 64 keys have their kernel.
+        *(
+            Case(
+                f"{splits} splits of {keys} keys, 20 heads",
+                build(
+                    make,
+                    format=BF16_576,
+                    batch=2,
+                    num_heads=20,
+                    topk=splits * keys,
+                    num_splits=splits,
+                    **both,
+                ),
+                quick=True,
+            )
+            for splits, keys in ((4, 30), (2, 64))
+        ),
     ]
 
 

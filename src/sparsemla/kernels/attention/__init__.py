@@ -18,14 +18,21 @@ from sparsemla.kernels.attention.arguments import (
     SparseDecode,
     SparsePrefill,
 )
-from sparsemla.kernels.attention.schedule import FEW_HEADS, refused_format, splits_of_sparse
+from sparsemla.kernels.attention.schedule import (
+    FEW_HEADS,
+    ONE_TILE_KEYS,
+    refused_format,
+    splits_of_sparse,
+)
 from sparsemla.kernels.common.table import Kernel, LazyModule, Op
 
 if TYPE_CHECKING:
-    from sparsemla.kernels.attention import cpu, sm80, triton
+    from sparsemla.kernels.attention import cpu, sm80, sm80_one_tile, triton
     from sparsemla.kernels.attention.sm90 import bf16, bf16_few_heads, fp8, fp8_few_heads, fp8_mma
 else:
-    cpu, sm80, triton = (LazyModule(f"{__name__}.{name}") for name in ("cpu", "sm80", "triton"))
+    cpu, sm80, sm80_one_tile, triton = (
+        LazyModule(f"{__name__}.{name}") for name in ("cpu", "sm80", "sm80_one_tile", "triton")
+    )
     bf16, bf16_few_heads, fp8, fp8_few_heads, fp8_mma = (
         LazyModule(f"{__name__}.sm90.{name}")
         for name in ("bf16", "bf16_few_heads", "fp8", "fp8_few_heads", "fp8_mma")
@@ -135,6 +142,22 @@ def _refuse_by_sm80(call: SparseDecode | SparsePrefill, cache: PagedCache) -> st
     )
 
 
+def _refuse_one_tile(call: SparseDecode) -> str | None:
+    """Why the kernel for splits of one tile refuses a call, or None."""
+    fmt = call.cache.format
+    if fmt != BF16_576:
+        return f"needs {BF16_576.name} rows, got {fmt.name}"
+    if call.extra_cache is not None:
+        return "takes no extra cache"
+    most, splits = max(ONE_TILE_KEYS), splits_of_sparse(call).num_splits
+    if splits == 1 or call.num_keys > most * splits:
+        return f"takes up to {most} keys in each of several splits, got {call.num_keys} in {splits}"
+    queries = (call.q,) if call.q_rope is None else (call.q, call.q_rope)
+    if any(stride % 16 for q in queries for stride in q.stride()[:-1]):
+        return "needs queries with strides that are multiples of 16 elements"
+    return _refuse_few_heads(call) or _refuse_by_sm80(call, call.cache)
+
+
 SPARSE_DECODE = Op(
     "sparse_decode",
     SparseDecode,
@@ -163,6 +186,7 @@ SPARSE_DECODE = Op(
             lambda: bf16.sparse_decode,
             lambda call: _needs_bf16_rows(call.cache) or _refuse_decode(call),
         ),
+        Kernel("sm80.one_tile", lambda: sm80_one_tile.sparse_decode, _refuse_one_tile),
         Kernel(
             "sm80",
             lambda: sm80.sparse_decode,

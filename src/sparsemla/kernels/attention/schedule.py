@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparsemla.formats import CacheFormat
+from sparsemla.formats import BF16_576, CacheFormat
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, Splits
 from sparsemla.kernels.common.device import ask_torch, describe
 from sparsemla.kernels.common.table import TIERS
@@ -30,7 +30,7 @@ class Cost(NamedTuple):
     """The time of a CTA: ``start + step * ceil(num_keys / keys)``, for ``tile`` query rows.
 
     A multiprocessor runs up to ``resident`` CTAs at once. A step takes each of ``n`` CTAs
-    ``n * shared`` at least.
+    ``n * shared`` at least. A CTA takes no more than ``most_steps``.
     """
 
     tile: int
@@ -39,6 +39,7 @@ class Cost(NamedTuple):
     step: float
     resident: int = 1
     shared: float = 0.0
+    most_steps: float = math.inf
 
     def time(self, ctas: int, steps: int) -> float:
         """The time of a multiprocessor that runs so many CTAs of so many steps."""
@@ -64,6 +65,13 @@ AMPERE = {
     (64, True): Cost(64, 64, 2, 2.56),
 }
 """The kernel with Ampere's instructions, by query rows of a tile and whether rows are FP8."""
+
+ONE_TILE = tuple(
+    Cost(16, keys, 1, step, resident=2, shared=0.6 * step, most_steps=1)
+    for keys, step in ((32, 0.5), (64, 0.8))
+)
+"""The kernel with Ampere's instructions for splits of one tile, over bfloat16 rows."""
+ONE_TILE_KEYS = tuple(cost.keys for cost in ONE_TILE)
 
 
 def most_splits(num_tiles: int, multiprocessors: int) -> int:
@@ -127,8 +135,11 @@ def sparse(work: DecodeWork, tier: str) -> Splits:
     costs: tuple[Cost, ...] = (FP8,) if fp8 else (BF16,)
     if tier == "sm80":
         costs = (_ampere(work.num_heads, fp8),)
+        one_tile = ONE_TILE if work.format == BF16_576 else ()
         if tiles:
-            costs += (AMPERE[16, fp8],)
+            costs += (AMPERE[16, fp8], *one_tile)
+        elif work.num_heads <= FEW_HEADS:
+            costs += tuple(cost._replace(tile=64) for cost in one_tile)
     elif work.num_heads <= FEW_HEADS:
         costs = (FEW,)
     elif tier == "sm90" and tiles and fp8:
@@ -210,6 +221,8 @@ def _fastest(
         num_tiles = num_groups * -(-group_rows // cost.tile)
         steps = max(-(-num_keys // cost.keys), 1)
         for splits in range(1, min(most, steps) + 1):
+            if -(-steps // splits) > cost.most_steps:
+                continue
             time = cost.time(-(-num_tiles * splits // processors), -(-steps // splits))
             if splits > 1:
                 time += 1 + num_groups * group_rows * splits / 4096
