@@ -1369,6 +1369,20 @@ AMPERE_MUTANTS = (
         "sparse_decode",
     ),
     ampere(
+        "O is never rescaled where few maxima rise",
+        AMPERE_ATTENTION,
+        "if rose != 0:",
+        "if rose < 0:",
+        "sparse_decode",
+    ),
+    ampere(
+        "P without the scales of its keys",
+        AMPERE_ATTENTION,
+        "p.to(gl.float32) * scales.load(gl.SliceLayout(1, P))[:, None, :]",
+        "p.to(gl.float32) + scales.load(gl.SliceLayout(1, P))[:, None, :] * 0",
+        "sparse_decode",
+    ),
+    ampere(
         "the sum of weights is not rescaled",
         AMPERE_ATTENTION,
         "l = l * alpha + gl.sum(p, 1)",

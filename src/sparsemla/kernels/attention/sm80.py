@@ -10,7 +10,8 @@ through shared memory to the PV MMAs, which add to the same slice of O.
 
 Two tiles of ``BLOCK_N`` keys alternate; the loop is unrolled by two, since Triton orders accesses
 of one allocation by barriers, whatever its index is. bfloat16 dims arrive by cp.async. e4m3 codes
-arrive in registers, a tile ahead of their dequantisation, which is a tile ahead of the MMAs::
+arrive in registers, a tile ahead of their dequantisation, which is a tile ahead of the MMAs. Slots
+of 656-byte rows' codes are one more tile ahead::
 
     cp.async        bfloat16 dims of i+1         | of i+2
     loads           slots of i+2, codes of i+2   | slots of i+3, codes of i+3
@@ -26,6 +27,10 @@ tile's RoPE dims; the first ``PARTS`` quarters of Q stay in registers. GPUs with
 16 keys. Where a slice has one scale, as 128 dims of a 656-byte row, codes become bfloat16 exactly,
 in half the instructions, and S and P are multiplied by it. Other FP8 rows have two slices: codes
 that wait in registers leave no room for S of four.
+
+O of these rows is rescaled only where a maximum rose by more than 2^8: scores stay exact, weights
+of P are at most 256. Their mask, and that of small decodes over bfloat16 rows, reads the slots of
+the copies from shared memory.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import FP8_DS_MLA, CacheFormat
 from sparsemla.kernels.attention import calls
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, SparsePrefill
 from sparsemla.kernels.attention.calls import KeyList, Queries, QueryRows, Results
@@ -135,6 +141,17 @@ class Tile(NamedTuple):
     """Quarters of the queries that stay in registers."""
 
 
+class Options(NamedTuple):
+    """What a kernel does for some formats and shapes; see :func:`choose_options`."""
+
+    fold: bool
+    """S and P are multiplied by the scales of slices, and slots of codes come a tile earlier."""
+    slots: bool
+    """The mask reads slots from shared memory, where those of the copies are stored."""
+    lazy: bool
+    """O is rescaled only if a row's maximum rose by more than 2^8, hence m may be too low."""
+
+
 class Keys(NamedTuple):
     """One split's part of a stream of keys; see ``KeyRange``."""
 
@@ -156,6 +173,7 @@ class Layouts(NamedTuple):
     last: object
     keys: object
     scales: object
+    rose: object
 
 
 @triton.constexpr_function
@@ -176,19 +194,8 @@ def layouts(block_n, warps, slices, fp8_dim):
         last=gl.BlockedLayout([1, 8], [rows, 32 // rows], [warps, 1], [1, 0]),
         keys=gl.BlockedLayout([4], [32], [warps], [0]),
         scales=gl.BlockedLayout([1, 1], [slices, 32 // slices], [1, warps], [0, 1]),
+        rose=gl.BlockedLayout([2], [32], [warps], [0]),
     )
-
-
-@triton.constexpr_function
-def folds(layout, slices):
-    """Whether a slice of a row has one scale, which S and P are multiplied by."""
-    return layout.fp8_dim == 512 and layout.scale_block == 512 // slices
-
-
-@triton.constexpr_function
-def has_copied_slots(layout):
-    """Whether cp.async takes slots of every key, which the mask then reads in shared memory."""
-    return layout.fp8_dim == 0 or layout.head_dim > 512
 
 
 @triton.constexpr_function
@@ -378,7 +385,7 @@ def load_ahead(
     EXTRA: gl.constexpr,
     PAGED: gl.constexpr,
     T: gl.constexpr,
-    FOLD: gl.constexpr,
+    V: gl.constexpr,
 ):
     """Slots of a tile, in the layout of each copy, and its codes and their scales."""
     COPY: gl.constexpr = T.copy
@@ -388,7 +395,7 @@ def load_ahead(
         KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COPY))
         ahead = (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, KEYS),)
     else:
-        ahead = load_codes(keys, extra, tile, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T, FOLD)
+        ahead = load_codes(keys, extra, tile, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T, V)
         if L.fp8_dim < 512:
             KEYS: gl.constexpr = gl.SliceLayout(1, LAST)
             ahead = ahead + (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, KEYS),)
@@ -410,7 +417,7 @@ def copy_ahead(
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     T: gl.constexpr,
-    FOLD: gl.constexpr,
+    V: gl.constexpr,
 ):
     """Start the copies of a tile: all that does not need a dequantisation."""
     COPY: gl.constexpr = T.copy
@@ -420,7 +427,7 @@ def copy_ahead(
     if L.head_dim > 512:
         copy_slices(keys, extra, tile, ahead[-1], rope, 512 - L.fp8_dim, L, EXTRA, ROPE)
     async_copy.commit_group()
-    if has_copied_slots(L):
+    if V.slots:
         slots_shared.store(ahead[-1])
 
 
@@ -436,7 +443,6 @@ def load_scales(
     EXTRA: gl.constexpr,
     PAGED: gl.constexpr,
     T: gl.constexpr,
-    FOLD: gl.constexpr,
 ):
     """The scales of a tile's keys, ``[SLICES, BLOCK_N]``."""
     FLAT: gl.constexpr = T.scales
@@ -455,26 +461,21 @@ def load_scales(
 
 
 @gluon.jit
-def come(
+def load_slots(
     keys,
     extra,
     tile,
     BLOCK_N: gl.constexpr,
-    SLICES: gl.constexpr,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     PAGED: gl.constexpr,
     T: gl.constexpr,
-    FOLD: gl.constexpr,
 ):
-    """Slots of a tile's codes and scales."""
-    ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, T.codes)))
-    coming = (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, ROW),)
-    if FOLD:
-        FLAT: gl.constexpr = T.scales
-        FLAT_KEYS: gl.constexpr = gl.SliceLayout(0, FLAT)
-        coming = coming + (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, FLAT_KEYS),)
-    return coming
+    """Slots of a tile, in the layouts of its codes and of their scales."""
+    CODES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, T.codes)))
+    SCALES: gl.constexpr = gl.SliceLayout(0, T.scales)
+    codes = slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, CODES)
+    return codes, slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, SCALES)
 
 
 @gluon.jit
@@ -489,7 +490,7 @@ def load_codes(
     EXTRA: gl.constexpr,
     PAGED: gl.constexpr,
     T: gl.constexpr,
-    FOLD: gl.constexpr,
+    V: gl.constexpr,
 ):
     """Codes of a tile's rows as words, ``[SLICES, BLOCK_N, 8 / SLICES, 16]``; their scales.
 
@@ -502,7 +503,7 @@ def load_codes(
     BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, CODES)))
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
     n = gl.arange(0, BLOCK_N, ROW)
-    if coming is not None:
+    if V.fold and coming is not None:
         slots = coming[0]
     else:
         slots = slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED)
@@ -518,8 +519,8 @@ def load_codes(
     at = (at[None, :, None] + block * 16)[:, :, :, None]
     at, word = gl.broadcast(at, gl.arange(0, 16, WORD)[None, None, None, :])
     codes = gl.load(words + at + word, mask=valid[:, :, :, None], other=0)
-    if FOLD:
-        scales = load_scales(keys, extra, tile, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T, FOLD)
+    if V.fold:
+        scales = load_scales(keys, extra, tile, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
     elif L.scale_block == 0:
         scales = gl.full([1, 1, 1], 1.0, gl.float32, gl.SliceLayout(3, CODES))
     else:
@@ -584,11 +585,11 @@ def dequantize_ahead(
     EXTRA: gl.constexpr,
     NATIVE: gl.constexpr,
     T: gl.constexpr,
-    FOLD: gl.constexpr,
+    V: gl.constexpr,
 ):
     """Store a tile's quantised dims, then copy the values' last dims if they are not quantised."""
     LAST: gl.constexpr = T.last
-    if FOLD:
+    if V.fold:
         store_exact(ahead[0], kv, NATIVE)
         SCALES: gl.constexpr = [kv.shape[0], kv.shape[1]]
         reinterpret(scales_shared, gl.float32, SCALES, SCALES_TILE).store(ahead[1])
@@ -656,7 +657,7 @@ def of_rows(x, MMA: gl.constexpr):
 @gluon.jit
 def qk_mma(
     q, q_rope, kv, rope, s_shared, scales_shared, L: gl.constexpr, PARTS: gl.constexpr,
-    MMA: gl.constexpr, FOLD: gl.constexpr,
+    MMA: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
     """Store S of a tile by slices of the dims, ``[SLICES, BLOCK_M, BLOCK_N]``."""
     SLICES: gl.constexpr = s_shared.shape[0]
@@ -664,13 +665,13 @@ def qk_mma(
     BLOCK_N: gl.constexpr = s_shared.shape[2]
     K: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     s = gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.float32, MMA)
-    if L.head_dim > 512 and not FOLD:
+    if L.head_dim > 512 and not V.fold:
         s = mma_v2(as_operand(q_rope, MMA, False), rope.permute((0, 2, 1)).load(K), s)
     k = kv.permute((0, 2, 1))
     for part in gl.static_range(3, -1, -1):  # those in registers last
         k_part = k.slice(part * (128 // SLICES), 128 // SLICES, dim=1).load(K)
         s = mma_v2(as_operand(q[part], MMA, part < PARTS), k_part, s)
-    if FOLD:
+    if V.fold:
         scales = reinterpret(scales_shared, gl.float32, [SLICES, BLOCK_N], SCALES_TILE)
         s = s * scales.load(gl.SliceLayout(1, MMA))[:, None, :]
         if L.head_dim > 512:
@@ -687,6 +688,27 @@ def sum_slices(s_shared, LAYOUT: gl.constexpr):
     for part in gl.static_range(1, SLICES):
         s += s_shared.index(part).load(LAYOUT)
     return s
+
+
+@gluon.jit
+def multiply_rows(acc, alpha_shared, MMA: gl.constexpr):
+    """O times a factor of each row."""
+    O_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
+    return acc * alpha_shared.load(O_ROW)[None, :, None]
+
+
+@gluon.jit
+def rescale(acc, alpha_shared, T: gl.constexpr, V: gl.constexpr):
+    """O after a rise of the maximum; all warps find out by themselves whether a row's rose."""
+    MMA: gl.constexpr = T.mma
+    if V.lazy:
+        FLAT: gl.constexpr = T.rose
+        rose = gl.max((alpha_shared.load(FLAT) != 1.0).to(gl.int32), 0)
+        if rose != 0:
+            acc = multiply_rows(acc, alpha_shared, MMA)
+    else:
+        acc = multiply_rows(acc, alpha_shared, MMA)
+    return acc
 
 
 @gluon.jit
@@ -719,7 +741,7 @@ def step(
     NATIVE: gl.constexpr,
     PARTS: gl.constexpr,
     T: gl.constexpr,
-    FOLD: gl.constexpr,
+    V: gl.constexpr,
 ):
     """Attend to a tile, and prepare the next one, from its part of ``ahead``. See the time line."""
     MMA: gl.constexpr = T.mma
@@ -729,15 +751,13 @@ def step(
     BLOCK_N: gl.constexpr = s_shared.shape[2]
     acc, m, l = state
     async_copy.wait_group(0)
-    copy_ahead(ahead, keys, extra, tile + 1, next_kv, next_rope, next_slots, L, EXTRA, T, FOLD)
-    qk_mma(q, q_rope, kv, rope, s_shared, scales_shared, L, PARTS, MMA, FOLD)
+    copy_ahead(ahead, keys, extra, tile + 1, next_kv, next_rope, next_slots, L, EXTRA, T, V)
+    qk_mma(q, q_rope, kv, rope, s_shared, scales_shared, L, PARTS, MMA, V)
     if L.fp8_dim > 0:
-        dequantize_ahead(
-            ahead, keys, extra, tile + 1, next_kv, next_scales, L, EXTRA, NATIVE, T, FOLD
-        )
-    ahead = load_ahead(keys, extra, tile + 2, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T, FOLD)
+        dequantize_ahead(ahead, keys, extra, tile + 1, next_kv, next_scales, L, EXTRA, NATIVE, T, V)
+    ahead = load_ahead(keys, extra, tile + 2, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T, V)
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    if has_copied_slots(L):
+    if V.slots:
         slots = slots_shared.load(gl.SliceLayout(0, S))
     else:
         slots = slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED)
@@ -746,24 +766,27 @@ def step(
         seen = seen & ((keys.begin + tile * BLOCK_N + n)[None, :] < limits[:, None])
 
     s = gl.where(seen, sum_slices(s_shared, S) * scale_log2, float("-inf"))
-    new_m = gl.maximum(m, gl.max(s, 1))
+    highest = gl.max(s, 1)
+    if V.lazy:
+        new_m = gl.where(highest > m + 8.0, highest, m)
+    else:
+        new_m = gl.maximum(m, highest)
     alpha = gl.exp2(m - new_m)
     p = gl.exp2(s - new_m[:, None])
     l = l * alpha + gl.sum(p, 1)
     p_shared.store(p.to(gl.bfloat16))
     alpha_shared.store(alpha)
-    O_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
-    acc = acc * alpha_shared.load(O_ROW)[None, :, None]
+    acc = rescale(acc, alpha_shared, T, V)
     P: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     p = p_shared.load(gl.SliceLayout(0, P))[None, :, :]
-    if FOLD:
+    if V.fold:
         scales = reinterpret(scales_shared, gl.float32, [SLICES, BLOCK_N], SCALES_TILE)
         p = (p.to(gl.float32) * scales.load(gl.SliceLayout(1, P))[:, None, :]).to(gl.bfloat16)
     else:
         p, _ = gl.broadcast(p, gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.bfloat16, P))
     acc = mma_v2(p, kv.load(gl.DotOperandLayout(1, MMA, 2)), acc)
-    if L.fp8_dim > 0:
-        coming = come(keys, extra, tile + 3, BLOCK_N, SLICES, L, EXTRA, PAGED, T, FOLD)
+    if V.fold:
+        coming = load_slots(keys, extra, tile + 3, BLOCK_N, L, EXTRA, PAGED, T)
     return (acc, new_m, l), ahead, coming
 
 
@@ -788,10 +811,10 @@ def _attend(
     CAUSAL: gl.constexpr,
     TOKENS: gl.constexpr,
     NATIVE: gl.constexpr,
+    V: gl.constexpr,
 ):
     """A tile of query rows that share keys, and one split of the keys of both streams."""
     T: gl.constexpr = layouts(BLOCK_N, WARPS, SLICES, L.fp8_dim)
-    FOLD: gl.constexpr = folds(L, SLICES)
     MMA: gl.constexpr = T.mma
     S: gl.constexpr = T.softmax
     S_ROW: gl.constexpr = gl.SliceLayout(1, S)
@@ -830,7 +853,7 @@ def _attend(
         total += num_extra
 
     # First: queries arrive while the copies wait for their slots.
-    ahead = load_ahead(keys, extra, 0, None, BLOCK_N, SLICES, L, EXTRA, PAGED, T, FOLD)
+    ahead = load_ahead(keys, extra, 0, None, BLOCK_N, SLICES, L, EXTRA, PAGED, T, V)
     q = ()
     for part in gl.static_range(4):
         q = q + (
@@ -871,7 +894,7 @@ def _attend(
     SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sc0 = kv0
     sc1 = kv1
-    if FOLD:
+    if V.fold:
         sc0 = gl.allocate_shared_memory(gl.float32, [SLICES, BLOCK_N], SCALES)
         sc1 = gl.allocate_shared_memory(gl.float32, [SLICES, BLOCK_N], SCALES)
     if L.head_dim > 512 and BLOCK_M == 64:  # P is stored when QK has read the tile's RoPE dims
@@ -884,16 +907,16 @@ def _attend(
 
     slots0 = kv0
     slots1 = kv1
-    if has_copied_slots(L):
+    if V.slots:
         slots0 = gl.allocate_shared_memory(gl.int32, [BLOCK_N], ALPHA)
         slots1 = gl.allocate_shared_memory(gl.int32, [BLOCK_N], ALPHA)
-    copy_ahead(ahead, keys, extra, 0, kv0, rope0, slots0, L, EXTRA, T, FOLD)
+    copy_ahead(ahead, keys, extra, 0, kv0, rope0, slots0, L, EXTRA, T, V)
     if L.fp8_dim > 0:
-        dequantize_ahead(ahead, keys, extra, 0, kv0, sc0, L, EXTRA, NATIVE, T, FOLD)
+        dequantize_ahead(ahead, keys, extra, 0, kv0, sc0, L, EXTRA, NATIVE, T, V)
     coming = total
-    if L.fp8_dim > 0:
-        coming = come(keys, extra, 2, BLOCK_N, SLICES, L, EXTRA, PAGED, T, FOLD)
-    ahead = load_ahead(keys, extra, 1, None, BLOCK_N, SLICES, L, EXTRA, PAGED, T, FOLD)
+    if V.fold:
+        coming = load_slots(keys, extra, 2, BLOCK_N, L, EXTRA, PAGED, T)
+    ahead = load_ahead(keys, extra, 1, None, BLOCK_N, SLICES, L, EXTRA, PAGED, T, V)
     acc = gl.zeros([SLICES, BLOCK_M, 512 // SLICES], gl.float32, MMA)
     m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROW)
     l = gl.zeros([BLOCK_M], gl.float32, S_ROW)
@@ -902,12 +925,12 @@ def _attend(
         state, ahead, coming = step(
             tile, kv0, rope0, kv1, rope1, s_shared, p0, alpha_shared, sc0, sc1, slots0, slots1,
             q, q_rope, state, ahead, coming, keys, extra, limits, scale_log2, L, EXTRA, PAGED,
-            CAUSAL, NATIVE, PARTS, T, FOLD,
+            CAUSAL, NATIVE, PARTS, T, V,
         )  # fmt: skip
         state, ahead, coming = step(
             tile + 1, kv1, rope1, kv0, rope0, s_shared, p1, alpha_shared, sc1, sc0, slots1, slots0,
             q, q_rope, state, ahead, coming, keys, extra, limits, scale_log2, L, EXTRA, PAGED,
-            CAUSAL, NATIVE, PARTS, T, FOLD,
+            CAUSAL, NATIVE, PARTS, T, V,
         )  # fmt: skip
     acc, m, l = state
     async_copy.wait_group(0)
@@ -937,23 +960,37 @@ def _attend(
     gl.store(to, acc.to(results.out.dtype.element_ty), mask=of_rows(real, MMA))
 
 
-def choose_tile(num_rows: int, fp8_dim: int, scale_block: int, large: bool, prefill: bool) -> Tile:
-    """The tile for ``num_rows`` query rows that share keys, by the cache's format.
+def choose_options(
+    fmt: CacheFormat, num_rows: int, prefill: bool, paged: bool, max_logits: bool
+) -> Options:
+    """What pays for ``num_rows`` query rows that share keys.
 
-    ``large``: a CTA may have more than 144 KiB of shared memory. ``prefill``: many groups of rows
-    hide each other's latencies, and fewer warps pass fewer barriers.
+    ``max_logits``: the highest scores are wanted, so m has to be one of them.
     """
-    fp8 = fp8_dim > 0
+    fold = fmt == FP8_DS_MLA
+    return Options(
+        fold=fold,
+        slots=fold or (fmt.fp8_dim == 0 and num_rows <= 64 and not prefill and not paged),
+        lazy=fold and num_rows > 16 and not max_logits,
+    )
+
+
+def choose_tile(num_rows: int, fp8: bool, fold: bool, large: bool, prefill: bool) -> Tile:
+    """The tile for ``num_rows`` query rows that share keys, over FP8 or bfloat16 rows.
+
+    ``fold``: see ``Options``. ``large``: a CTA may have more than 144 KiB of shared memory.
+    ``prefill``: many groups of rows hide each other's latencies, and fewer warps pass fewer
+    barriers.
+    """
     if num_rows <= 16:
         if prefill:
             return Tile(16, 16, 4, 4, 2) if fp8 else Tile(16, 16, 2, 2, 2)
         return Tile(16, 16, 4, 4, 4) if fp8 else Tile(16, 32, 4, 4, 2)
     if num_rows <= 32:
         return Tile(32, 16, 4, 4, 2)
-    if (fp8_dim, scale_block) == (512, 128):
-        return Tile(64, 32, 4, 8, 1) if large else Tile(64, 16, 4, 8, 2)
     if fp8:
-        return Tile(64, 32, 2, 8, 1) if large else Tile(64, 16, 2, 8, 2)
+        slices = 4 if fold else 2
+        return Tile(64, 32, slices, 8, 1) if large else Tile(64, 16, slices, 8, 2)
     return Tile(64, 32 if large else 16, 4, 8, 2)
 
 
@@ -978,8 +1015,11 @@ def launch(
     if extra_cache is not None and extra is not None:
         extra_rows, extra_layout = cache_arguments(extra_cache)
     device = queries.q.device
-    large = has_large_tiles(device)
-    tile = choose_tile(shape.num_rows, layout.fp8_dim, layout.scale_block, large, prefill)
+    options = choose_options(
+        cache.format, shape.num_rows, prefill, paged, results.max_logits is not None
+    )
+    fp8 = layout.fp8_dim > 0
+    tile = choose_tile(shape.num_rows, fp8, options.fold, has_large_tiles(device), prefill)
     num_tiles = cdiv(shape.num_rows, tile.block_m)
     _attend[(num_groups * shape.num_splits * num_tiles,)](
         queries,
@@ -1001,7 +1041,9 @@ def launch(
         CAUSAL=causal,
         TOKENS=shape.num_rows > shape.num_heads,
         NATIVE=has_fp8(device),
+        V=options,
         num_warps=tile.num_warps,
+        maxnreg=255 if options.lazy else None,  # with the branch, ptxas may take 32
     )
 
 
