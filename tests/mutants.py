@@ -1364,8 +1364,8 @@ AMPERE_MUTANTS = (
     ampere(
         "O is not rescaled",
         AMPERE_ATTENTION,
-        "acc = acc * alpha_shared.load(O_ROW)[None, :, None]",
-        "acc = acc * (alpha_shared.load(O_ROW) * 0 + 1)[None, :, None]",
+        "return acc * alpha_shared.load(O_ROW)[None, :, None]",
+        "return acc * (alpha_shared.load(O_ROW) * 0 + 1)[None, :, None]",
         "sparse_decode",
     ),
     ampere(
