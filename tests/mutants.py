@@ -1386,8 +1386,22 @@ AMPERE_MUTANTS = (
     ampere(
         "O is not rescaled",
         AMPERE_ATTENTION,
-        "acc = acc * alpha_shared.load(O_ROW)[None, :, None]",
-        "acc = acc * (alpha_shared.load(O_ROW) * 0 + 1)[None, :, None]",
+        "return acc * alpha_shared.load(O_ROW)[None, :, None]",
+        "return acc * (alpha_shared.load(O_ROW) * 0 + 1)[None, :, None]",
+        "sparse_decode",
+    ),
+    ampere(
+        "O is never rescaled where few maxima rise",
+        AMPERE_ATTENTION,
+        "if rose != 0:",
+        "if rose < 0:",
+        "sparse_decode",
+    ),
+    ampere(
+        "P without the scales of its keys",
+        AMPERE_ATTENTION,
+        "p.to(gl.float32) * scales.load(gl.SliceLayout(1, P))[:, None, :]",
+        "p.to(gl.float32) + scales.load(gl.SliceLayout(1, P))[:, None, :] * 0",
         "sparse_decode",
     ),
     ampere(

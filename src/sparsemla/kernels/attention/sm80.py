@@ -10,7 +10,8 @@ through shared memory to the PV MMAs, which add to the same slice of O.
 
 Two tiles of ``BLOCK_N`` keys alternate; the loop is unrolled by two, since Triton orders accesses
 of one allocation by barriers, whatever its index is. bfloat16 dims arrive by cp.async. e4m3 codes
-arrive in registers, a tile ahead of their dequantisation, which is a tile ahead of the MMAs::
+arrive in registers, a tile ahead of their dequantisation, which is a tile ahead of the MMAs. Slots
+of 656-byte rows' codes are one more tile ahead::
 
     cp.async        bfloat16 dims of i+1         | of i+2
     loads           slots of i+2, codes of i+2   | slots of i+3, codes of i+3
@@ -23,7 +24,13 @@ is read, one before P is read.
 
 Shared memory for 64 rows of 576 dims and 32 keys, KiB: tiles 72, Q 72, S 32, P in the place of the
 tile's RoPE dims; the first ``PARTS`` quarters of Q stay in registers. GPUs with 99 KiB get tiles of
-16 keys. FP8 rows have two slices, since codes that wait in registers leave no room for S of four.
+16 keys. Where a slice has one scale, as 128 dims of a 656-byte row, codes become bfloat16 exactly,
+in half the instructions, and S and P are multiplied by it. Other FP8 rows have two slices: codes
+that wait in registers leave no room for S of four.
+
+O of these rows is rescaled only where a maximum rose by more than 2^8: scores stay exact, weights
+of P are at most 256. Their mask, and that of small decodes over bfloat16 rows, reads the slots of
+the copies from shared memory.
 """
 
 from __future__ import annotations
@@ -37,6 +44,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from sparsemla.cache import PagedCache
+from sparsemla.formats import FP8_DS_MLA, CacheFormat
 from sparsemla.kernels.attention import calls
 from sparsemla.kernels.attention.arguments import DenseDecode, SparseDecode, SparsePrefill
 from sparsemla.kernels.attention.calls import KeyList, Queries, QueryRows, Results
@@ -82,6 +90,35 @@ DEQUANTIZE_NATIVE = gl.constexpr("""{
     mul.rn.f32 f0, f0, $3; mul.rn.f32 f1, f1, $3; mul.rn.f32 f2, f2, $3; mul.rn.f32 f3, f3, $3;
     cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }""")
 
+# Eight e4m3 codes to bfloat16, exactly: bits in place, times 2^120. A NaN makes the first value
+# NaN, hence all scores of its row.
+EXACT_BITS = gl.constexpr("""{
+    .reg .b32 p0, p1, p2, p3, m0, m1, m2, m3, z, c, e, u, v; .reg .pred nan;
+    mov.b32 z, 0; mov.b32 c, 0x7b807b80; mov.b32 e, 0x80008000;
+    prmt.b32 p0, $4, z, 0x1404;            prmt.b32 p1, $4, z, 0x3424;
+    prmt.b32 p2, $5, z, 0x1404;            prmt.b32 p3, $5, z, 0x3424;
+    shr.u32 m0, p0, 4;                     shr.u32 m1, p1, 4;
+    shr.u32 m2, p2, 4;                     shr.u32 m3, p3, 4;
+    and.b32 m0, m0, 0x07f007f0;            and.b32 m1, m1, 0x07f007f0;
+    and.b32 m2, m2, 0x07f007f0;            and.b32 m3, m3, 0x07f007f0;
+    lop3.b32 m0, p0, 0x80008000, m0, 0xea; lop3.b32 m1, p1, 0x80008000, m1, 0xea;
+    lop3.b32 m2, p2, 0x80008000, m2, 0xea; lop3.b32 m3, p3, 0x80008000, m3, 0xea;
+    and.b32 u, $4, 0x7f7f7f7f;             and.b32 v, $5, 0x7f7f7f7f;
+    add.u32 u, u, 0x01010101;              add.u32 v, v, 0x01010101;
+    lop3.b32 u, u, v, 0x80808080, 0xa8;
+    setp.ne.u32 nan, u, 0;
+    fma.rn.bf16x2 m0, m0, c, e;            fma.rn.bf16x2 $2, m1, c, e;
+    fma.rn.bf16x2 $1, m2, c, e;            fma.rn.bf16x2 $3, m3, c, e;
+    selp.b32 $0, 0x7fff7fff, m0, nan; }""")
+EXACT_NATIVE = gl.constexpr("""{
+    .reg .b16 l, h, h0, h1, h2, h3; .reg .b32 a, b; .reg .f32 f0, f1, f2, f3;
+    mov.b32 {l, h}, $2;
+    cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h;
+    mov.b32 {h0, h1}, a; mov.b32 {h2, h3}, b;
+    cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.f32.f16 f2, h2; cvt.f32.f16 f3, h3;
+    cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }""")
+
+SCALES_TILE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # Shared memory: a tile as [SLICES, BLOCK_N, 512 / SLICES] bfloat16, and the same bytes as words.
 KV_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 KV_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
@@ -104,6 +141,17 @@ class Tile(NamedTuple):
     """Quarters of the queries that stay in registers."""
 
 
+class Options(NamedTuple):
+    """What a kernel does for some formats and shapes; see :func:`choose_options`."""
+
+    fold: bool
+    """S and P are multiplied by the scales of slices, and slots of codes come a tile earlier."""
+    slots: bool
+    """The mask reads slots from shared memory, where those of the copies are stored."""
+    lazy: bool
+    """O is rescaled only if a row's maximum rose by more than 2^8, hence m may be too low."""
+
+
 class Keys(NamedTuple):
     """One split's part of a stream of keys; see ``KeyRange``."""
 
@@ -124,6 +172,8 @@ class Layouts(NamedTuple):
     codes: object
     last: object
     keys: object
+    scales: object
+    rose: object
 
 
 @triton.constexpr_function
@@ -143,6 +193,8 @@ def layouts(block_n, warps, slices, fp8_dim):
         codes=gl.BlockedLayout([1, 1, 1, 2], [1, 4, 1, 8], [1, warps, 1, 1], [3, 2, 1, 0]),
         last=gl.BlockedLayout([1, 8], [rows, 32 // rows], [warps, 1], [1, 0]),
         keys=gl.BlockedLayout([4], [32], [warps], [0]),
+        scales=gl.BlockedLayout([1, 1], [slices, 32 // slices], [1, warps], [0, 1]),
+        rose=gl.BlockedLayout([2], [32], [warps], [0]),
     )
 
 
@@ -326,23 +378,24 @@ def load_ahead(
     keys,
     extra,
     tile,
+    coming,
     BLOCK_N: gl.constexpr,
     SLICES: gl.constexpr,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     PAGED: gl.constexpr,
     T: gl.constexpr,
+    V: gl.constexpr,
 ):
     """Slots of a tile, in the layout of each copy, and its codes and their scales."""
     COPY: gl.constexpr = T.copy
     ROPE: gl.constexpr = T.rope
     LAST: gl.constexpr = T.last
-    CODES: gl.constexpr = T.codes
     if L.fp8_dim == 0:
         KEYS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, COPY))
         ahead = (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, KEYS),)
     else:
-        ahead = load_codes(keys, extra, tile, BLOCK_N, SLICES, L, EXTRA, PAGED, CODES)
+        ahead = load_codes(keys, extra, tile, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T, V)
         if L.fp8_dim < 512:
             KEYS: gl.constexpr = gl.SliceLayout(1, LAST)
             ahead = ahead + (slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, KEYS),)
@@ -360,9 +413,11 @@ def copy_ahead(
     tile,
     kv,
     rope,
+    slots_shared,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     T: gl.constexpr,
+    V: gl.constexpr,
 ):
     """Start the copies of a tile: all that does not need a dequantisation."""
     COPY: gl.constexpr = T.copy
@@ -372,6 +427,55 @@ def copy_ahead(
     if L.head_dim > 512:
         copy_slices(keys, extra, tile, ahead[-1], rope, 512 - L.fp8_dim, L, EXTRA, ROPE)
     async_copy.commit_group()
+    if V.slots:
+        slots_shared.store(ahead[-1])
+
+
+@gluon.jit
+def load_scales(
+    keys,
+    extra,
+    tile,
+    coming,
+    BLOCK_N: gl.constexpr,
+    SLICES: gl.constexpr,
+    L: gl.constexpr,
+    EXTRA: gl.constexpr,
+    PAGED: gl.constexpr,
+    T: gl.constexpr,
+):
+    """The scales of a tile's keys, ``[SLICES, BLOCK_N]``."""
+    FLAT: gl.constexpr = T.scales
+    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, FLAT))
+    part = gl.arange(0, SLICES, gl.SliceLayout(1, FLAT))[:, None]
+    if coming is not None:
+        slots = coming[1]
+    else:
+        slots = slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED)
+    is_main = tile < keys.num_tiles
+    field = keys.rows.scales
+    at = row_offsets(slots, is_main, field, extra.rows.scales, L, EXTRA, "scales_strides", 1, False)
+    WIDTH: gl.constexpr = 512 // SLICES
+    at = at[None, :] + part * WIDTH // L.scale_block
+    return gl.load(field + at, mask=(slots != -1)[None, :], other=0.0)
+
+
+@gluon.jit
+def load_slots(
+    keys,
+    extra,
+    tile,
+    BLOCK_N: gl.constexpr,
+    L: gl.constexpr,
+    EXTRA: gl.constexpr,
+    PAGED: gl.constexpr,
+    T: gl.constexpr,
+):
+    """Slots of a tile, in the layouts of its codes and of their scales."""
+    CODES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, T.codes)))
+    SCALES: gl.constexpr = gl.SliceLayout(0, T.scales)
+    codes = slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, CODES)
+    return codes, slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, SCALES)
 
 
 @gluon.jit
@@ -379,24 +483,30 @@ def load_codes(
     keys,
     extra,
     tile,
+    coming,
     BLOCK_N: gl.constexpr,
     SLICES: gl.constexpr,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     PAGED: gl.constexpr,
-    CODES: gl.constexpr,
+    T: gl.constexpr,
+    V: gl.constexpr,
 ):
     """Codes of a tile's rows as words, ``[SLICES, BLOCK_N, 8 / SLICES, 16]``; their scales.
 
     The third axis are blocks of 64 dims.
     """
     BLOCKS: gl.constexpr = 8 // SLICES
+    CODES: gl.constexpr = T.codes
     ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, CODES)))
     SLICE: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, CODES)))
     BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, CODES)))
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
     n = gl.arange(0, BLOCK_N, ROW)
-    slots = slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED)
+    if V.fold and coming is not None:
+        slots = coming[0]
+    else:
+        slots = slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED)
     is_main = tile < keys.num_tiles
     part = gl.arange(0, SLICES, SLICE)[:, None, None]
     block = part * BLOCKS + gl.arange(0, BLOCKS, BLOCK)[None, None, :]
@@ -409,7 +519,9 @@ def load_codes(
     at = (at[None, :, None] + block * 16)[:, :, :, None]
     at, word = gl.broadcast(at, gl.arange(0, 16, WORD)[None, None, None, :])
     codes = gl.load(words + at + word, mask=valid[:, :, :, None], other=0)
-    if L.scale_block == 0:
+    if V.fold:
+        scales = load_scales(keys, extra, tile, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
+    elif L.scale_block == 0:
         scales = gl.full([1, 1, 1], 1.0, gl.float32, gl.SliceLayout(3, CODES))
     else:
         field = keys.rows.scales
@@ -442,20 +554,47 @@ def store_dequantized(codes, scales, kv, NATIVE: gl.constexpr):
 
 
 @gluon.jit
+def store_exact(codes, kv, NATIVE: gl.constexpr):
+    """Store a tile's codes as bfloat16."""
+    if NATIVE:
+        low, high = gl.inline_asm_elementwise(
+            EXACT_NATIVE, "=&r,=&r,r", [codes], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+    else:
+        low, high = gl.inline_asm_elementwise(
+            EXACT_BITS,
+            "=&r,=&r,=&r,=&r,r,r",
+            [codes],
+            dtype=(gl.int32, gl.int32),
+            is_pure=True,
+            pack=2,
+        )
+    SHAPE: gl.constexpr = [kv.shape[0], kv.shape[1], kv.shape[2] // 2]
+    reinterpret(kv, gl.int32, SHAPE, KV_WORDS).store(gl.join(low, high).reshape(SHAPE))
+
+
+@gluon.jit
 def dequantize_ahead(
     ahead,
     keys,
     extra,
     tile,
     kv,
+    scales_shared,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     NATIVE: gl.constexpr,
     T: gl.constexpr,
+    V: gl.constexpr,
 ):
     """Store a tile's quantised dims, then copy the values' last dims if they are not quantised."""
     LAST: gl.constexpr = T.last
-    store_dequantized(ahead[0], ahead[1], kv, NATIVE)
+    if V.fold:
+        store_exact(ahead[0], kv, NATIVE)
+        SCALES: gl.constexpr = [kv.shape[0], kv.shape[1]]
+        reinterpret(scales_shared, gl.float32, SCALES, SCALES_TILE).store(ahead[1])
+    else:
+        store_dequantized(ahead[0], ahead[1], kv, NATIVE)
     if L.fp8_dim < 512:
         copy_last_dims(keys, extra, tile, ahead[2], kv, L, EXTRA, LAST)
         async_copy.commit_group()
@@ -516,19 +655,27 @@ def of_rows(x, MMA: gl.constexpr):
 
 
 @gluon.jit
-def qk_mma(q, q_rope, kv, rope, s_shared, L: gl.constexpr, PARTS: gl.constexpr, MMA: gl.constexpr):
+def qk_mma(
+    q, q_rope, kv, rope, s_shared, scales_shared, L: gl.constexpr, PARTS: gl.constexpr,
+    MMA: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
     """Store S of a tile by slices of the dims, ``[SLICES, BLOCK_M, BLOCK_N]``."""
     SLICES: gl.constexpr = s_shared.shape[0]
     BLOCK_M: gl.constexpr = s_shared.shape[1]
     BLOCK_N: gl.constexpr = s_shared.shape[2]
     K: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     s = gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.float32, MMA)
-    if L.head_dim > 512:
+    if L.head_dim > 512 and not V.fold:
         s = mma_v2(as_operand(q_rope, MMA, False), rope.permute((0, 2, 1)).load(K), s)
     k = kv.permute((0, 2, 1))
     for part in gl.static_range(3, -1, -1):  # those in registers last
         k_part = k.slice(part * (128 // SLICES), 128 // SLICES, dim=1).load(K)
         s = mma_v2(as_operand(q[part], MMA, part < PARTS), k_part, s)
+    if V.fold:
+        scales = reinterpret(scales_shared, gl.float32, [SLICES, BLOCK_N], SCALES_TILE)
+        s = s * scales.load(gl.SliceLayout(1, MMA))[:, None, :]
+        if L.head_dim > 512:
+            s = mma_v2(as_operand(q_rope, MMA, False), rope.permute((0, 2, 1)).load(K), s)
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 32 // BLOCK_N, BLOCK_N // 8, [2, 1, 0])
     reinterpret(s_shared, gl.float32, [SLICES, BLOCK_M, BLOCK_N], SUMS).store(s)
 
@@ -544,6 +691,27 @@ def sum_slices(s_shared, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def multiply_rows(acc, alpha_shared, MMA: gl.constexpr):
+    """O times a factor of each row."""
+    O_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
+    return acc * alpha_shared.load(O_ROW)[None, :, None]
+
+
+@gluon.jit
+def rescale(acc, alpha_shared, T: gl.constexpr, V: gl.constexpr):
+    """O after a rise of the maximum; all warps find out by themselves whether a row's rose."""
+    MMA: gl.constexpr = T.mma
+    if V.lazy:
+        FLAT: gl.constexpr = T.rose
+        rose = gl.max((alpha_shared.load(FLAT) != 1.0).to(gl.int32), 0)
+        if rose != 0:
+            acc = multiply_rows(acc, alpha_shared, MMA)
+    else:
+        acc = multiply_rows(acc, alpha_shared, MMA)
+    return acc
+
+
+@gluon.jit
 def step(
     tile,
     kv,
@@ -553,10 +721,15 @@ def step(
     s_shared,
     p_shared,
     alpha_shared,
+    scales_shared,
+    next_scales,
+    slots_shared,
+    next_slots,
     q,
     q_rope,
     state,
     ahead,
+    coming,
     keys,
     extra,
     limits,
@@ -568,6 +741,7 @@ def step(
     NATIVE: gl.constexpr,
     PARTS: gl.constexpr,
     T: gl.constexpr,
+    V: gl.constexpr,
 ):
     """Attend to a tile, and prepare the next one, from its part of ``ahead``. See the time line."""
     MMA: gl.constexpr = T.mma
@@ -577,30 +751,43 @@ def step(
     BLOCK_N: gl.constexpr = s_shared.shape[2]
     acc, m, l = state
     async_copy.wait_group(0)
-    copy_ahead(ahead, keys, extra, tile + 1, next_kv, next_rope, L, EXTRA, T)
-    qk_mma(q, q_rope, kv, rope, s_shared, L, PARTS, MMA)
+    copy_ahead(ahead, keys, extra, tile + 1, next_kv, next_rope, next_slots, L, EXTRA, T, V)
+    qk_mma(q, q_rope, kv, rope, s_shared, scales_shared, L, PARTS, MMA, V)
     if L.fp8_dim > 0:
-        dequantize_ahead(ahead, keys, extra, tile + 1, next_kv, L, EXTRA, NATIVE, T)
-    ahead = load_ahead(keys, extra, tile + 2, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
+        dequantize_ahead(ahead, keys, extra, tile + 1, next_kv, next_scales, L, EXTRA, NATIVE, T, V)
+    ahead = load_ahead(keys, extra, tile + 2, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T, V)
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
-    seen = (slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED) != -1)[None, :]
+    if V.slots:
+        slots = slots_shared.load(gl.SliceLayout(0, S))
+    else:
+        slots = slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED)
+    seen = (slots != -1)[None, :]
     if CAUSAL:
         seen = seen & ((keys.begin + tile * BLOCK_N + n)[None, :] < limits[:, None])
 
     s = gl.where(seen, sum_slices(s_shared, S) * scale_log2, float("-inf"))
-    new_m = gl.maximum(m, gl.max(s, 1))
+    highest = gl.max(s, 1)
+    if V.lazy:
+        new_m = gl.where(highest > m + 8.0, highest, m)
+    else:
+        new_m = gl.maximum(m, highest)
     alpha = gl.exp2(m - new_m)
     p = gl.exp2(s - new_m[:, None])
     l = l * alpha + gl.sum(p, 1)
     p_shared.store(p.to(gl.bfloat16))
     alpha_shared.store(alpha)
-    O_ROW: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, MMA))
-    acc = acc * alpha_shared.load(O_ROW)[None, :, None]
+    acc = rescale(acc, alpha_shared, T, V)
     P: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     p = p_shared.load(gl.SliceLayout(0, P))[None, :, :]
-    p, _ = gl.broadcast(p, gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.bfloat16, P))
+    if V.fold:
+        scales = reinterpret(scales_shared, gl.float32, [SLICES, BLOCK_N], SCALES_TILE)
+        p = (p.to(gl.float32) * scales.load(gl.SliceLayout(1, P))[:, None, :]).to(gl.bfloat16)
+    else:
+        p, _ = gl.broadcast(p, gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.bfloat16, P))
     acc = mma_v2(p, kv.load(gl.DotOperandLayout(1, MMA, 2)), acc)
-    return (acc, new_m, l), ahead
+    if V.fold:
+        coming = load_slots(keys, extra, tile + 3, BLOCK_N, L, EXTRA, PAGED, T)
+    return (acc, new_m, l), ahead, coming
 
 
 @gluon.jit
@@ -624,6 +811,7 @@ def _attend(
     CAUSAL: gl.constexpr,
     TOKENS: gl.constexpr,
     NATIVE: gl.constexpr,
+    V: gl.constexpr,
 ):
     """A tile of query rows that share keys, and one split of the keys of both streams."""
     T: gl.constexpr = layouts(BLOCK_N, WARPS, SLICES, L.fp8_dim)
@@ -665,7 +853,7 @@ def _attend(
         total += num_extra
 
     # First: queries arrive while the copies wait for their slots.
-    ahead = load_ahead(keys, extra, 0, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
+    ahead = load_ahead(keys, extra, 0, None, BLOCK_N, SLICES, L, EXTRA, PAGED, T, V)
     q = ()
     for part in gl.static_range(4):
         q = q + (
@@ -703,6 +891,12 @@ def _attend(
     S_PART: gl.constexpr = gl.SwizzledSharedLayout(8, 32 // BLOCK_N, BLOCK_N // 8, [1, 0])
     s_shared = gl.allocate_shared_memory(gl.float32, [SLICES, BLOCK_M, BLOCK_N], S_PART)
     P_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_N, BLOCK_N // 8, [1, 0])
+    SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    sc0 = kv0
+    sc1 = kv1
+    if V.fold:
+        sc0 = gl.allocate_shared_memory(gl.float32, [SLICES, BLOCK_N], SCALES)
+        sc1 = gl.allocate_shared_memory(gl.float32, [SLICES, BLOCK_N], SCALES)
     if L.head_dim > 512 and BLOCK_M == 64:  # P is stored when QK has read the tile's RoPE dims
         p0 = reinterpret(rope0, gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
         p1 = reinterpret(rope1, gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
@@ -711,22 +905,32 @@ def _attend(
         p1 = p0
     alpha_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], ALPHA)
 
-    copy_ahead(ahead, keys, extra, 0, kv0, rope0, L, EXTRA, T)
+    slots0 = kv0
+    slots1 = kv1
+    if V.slots:
+        slots0 = gl.allocate_shared_memory(gl.int32, [BLOCK_N], ALPHA)
+        slots1 = gl.allocate_shared_memory(gl.int32, [BLOCK_N], ALPHA)
+    copy_ahead(ahead, keys, extra, 0, kv0, rope0, slots0, L, EXTRA, T, V)
     if L.fp8_dim > 0:
-        dequantize_ahead(ahead, keys, extra, 0, kv0, L, EXTRA, NATIVE, T)
-    ahead = load_ahead(keys, extra, 1, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
+        dequantize_ahead(ahead, keys, extra, 0, kv0, sc0, L, EXTRA, NATIVE, T, V)
+    coming = total
+    if V.fold:
+        coming = load_slots(keys, extra, 2, BLOCK_N, L, EXTRA, PAGED, T)
+    ahead = load_ahead(keys, extra, 1, None, BLOCK_N, SLICES, L, EXTRA, PAGED, T, V)
     acc = gl.zeros([SLICES, BLOCK_M, 512 // SLICES], gl.float32, MMA)
     m = gl.full([BLOCK_M], LOWEST, gl.float32, S_ROW)
     l = gl.zeros([BLOCK_M], gl.float32, S_ROW)
     state = (acc, m, l)
     for tile in range(0, total, 2):
-        state, ahead = step(
-            tile, kv0, rope0, kv1, rope1, s_shared, p0, alpha_shared, q, q_rope, state,
-            ahead, keys, extra, limits, scale_log2, L, EXTRA, PAGED, CAUSAL, NATIVE, PARTS, T,
+        state, ahead, coming = step(
+            tile, kv0, rope0, kv1, rope1, s_shared, p0, alpha_shared, sc0, sc1, slots0, slots1,
+            q, q_rope, state, ahead, coming, keys, extra, limits, scale_log2, L, EXTRA, PAGED,
+            CAUSAL, NATIVE, PARTS, T, V,
         )  # fmt: skip
-        state, ahead = step(
-            tile + 1, kv1, rope1, kv0, rope0, s_shared, p1, alpha_shared, q, q_rope, state,
-            ahead, keys, extra, limits, scale_log2, L, EXTRA, PAGED, CAUSAL, NATIVE, PARTS, T,
+        state, ahead, coming = step(
+            tile + 1, kv1, rope1, kv0, rope0, s_shared, p1, alpha_shared, sc1, sc0, slots1, slots0,
+            q, q_rope, state, ahead, coming, keys, extra, limits, scale_log2, L, EXTRA, PAGED,
+            CAUSAL, NATIVE, PARTS, T, V,
         )  # fmt: skip
     acc, m, l = state
     async_copy.wait_group(0)
@@ -756,11 +960,27 @@ def _attend(
     gl.store(to, acc.to(results.out.dtype.element_ty), mask=of_rows(real, MMA))
 
 
-def choose_tile(num_rows: int, fp8: bool, large: bool, prefill: bool) -> Tile:
+def choose_options(
+    fmt: CacheFormat, num_rows: int, prefill: bool, paged: bool, max_logits: bool
+) -> Options:
+    """What pays for ``num_rows`` query rows that share keys.
+
+    ``max_logits``: the highest scores are wanted, so m has to be one of them.
+    """
+    fold = fmt == FP8_DS_MLA
+    return Options(
+        fold=fold,
+        slots=fold or (fmt.fp8_dim == 0 and num_rows <= 64 and not prefill and not paged),
+        lazy=fold and num_rows > 16 and not max_logits,
+    )
+
+
+def choose_tile(num_rows: int, fp8: bool, fold: bool, large: bool, prefill: bool) -> Tile:
     """The tile for ``num_rows`` query rows that share keys, over FP8 or bfloat16 rows.
 
-    ``large``: a CTA may have more than 144 KiB of shared memory. ``prefill``: many groups of rows
-    hide each other's latencies, and fewer warps pass fewer barriers.
+    ``fold``: see ``Options``. ``large``: a CTA may have more than 144 KiB of shared memory.
+    ``prefill``: many groups of rows hide each other's latencies, and fewer warps pass fewer
+    barriers.
     """
     if num_rows <= 16:
         if prefill:
@@ -769,7 +989,8 @@ def choose_tile(num_rows: int, fp8: bool, large: bool, prefill: bool) -> Tile:
     if num_rows <= 32:
         return Tile(32, 16, 4, 4, 2)
     if fp8:
-        return Tile(64, 32, 2, 8, 1) if large else Tile(64, 16, 2, 8, 2)
+        slices = 4 if fold else 2
+        return Tile(64, 32, slices, 8, 1) if large else Tile(64, 16, slices, 8, 2)
     return Tile(64, 32 if large else 16, 4, 8, 2)
 
 
@@ -794,7 +1015,11 @@ def launch(
     if extra_cache is not None and extra is not None:
         extra_rows, extra_layout = cache_arguments(extra_cache)
     device = queries.q.device
-    tile = choose_tile(shape.num_rows, layout.fp8_dim > 0, has_large_tiles(device), prefill)
+    options = choose_options(
+        cache.format, shape.num_rows, prefill, paged, results.max_logits is not None
+    )
+    fp8 = layout.fp8_dim > 0
+    tile = choose_tile(shape.num_rows, fp8, options.fold, has_large_tiles(device), prefill)
     num_tiles = cdiv(shape.num_rows, tile.block_m)
     _attend[(num_groups * shape.num_splits * num_tiles,)](
         queries,
@@ -816,7 +1041,9 @@ def launch(
         CAUSAL=causal,
         TOKENS=shape.num_rows > shape.num_heads,
         NATIVE=has_fp8(device),
+        V=options,
         num_warps=tile.num_warps,
+        maxnreg=255 if options.lazy else None,  # with the branch, ptxas may take 32
     )
 
 
