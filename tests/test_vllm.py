@@ -2495,7 +2495,6 @@ def log_probabilities(config, model, ids, chunks=CHUNKS):
     ids=["portable class, bf16", "portable class, fp8", "NVIDIA class, bf16"],
 )
 def test_a_whole_model_agrees_with_transformers(build_model, nvidia_class_runs, dtype):
-    # vLLM's kernel for queries, which is interpreted, has three programs for each head and token.
     index_heads = 8 if nvidia_class_runs else CONFIG["index_n_heads"]
     config, model = build_model(nvidia_class_runs, dtype, index_heads)
     fields = CONFIG | {"index_n_heads": index_heads}
