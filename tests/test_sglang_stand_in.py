@@ -52,6 +52,17 @@ def test_silu_and_mul(sgl_kernel, given):
     assert found is out or not given
 
 
+def test_moe_align_block_size(sgl_kernel):
+    """Four tokens of two experts each, one of them absent; expert 1 has no token."""
+    topk_ids = torch.tensor([[2, 0], [0, -1], [2, 3], [2, 0]]).int()
+    sorted_ids, experts = torch.full((16,), 77).int(), torch.full((8,), 77).int()
+    num, scratch = torch.zeros(1).int(), torch.zeros(6).int()
+    sgl_kernel.moe_align_block_size(topk_ids, 5, 2, sorted_ids, experts, num, scratch, True)
+    assert num.tolist() == [12]
+    assert experts[:6].tolist() == [-1, 0, 0, 2, 2, 3]
+    assert sorted_ids.tolist() == [3, 8, 1, 2, 7, 8, 0, 4, 6, 8, 5, 8, 8, 8, 8, 8]
+
+
 def test_moe_sum_reduce(sgl_kernel):
     x, out = torch.randn(5, 3, 16).bfloat16(), torch.empty(5, 16).bfloat16()
     sgl_kernel.moe_sum_reduce(x, out, 2.5)

@@ -1,7 +1,7 @@
 """Stands in for SGLang's ``sgl_kernel`` where its binary belongs to another torch.
 
 SGLang 0.5.23 imports ``sgl_kernel`` at start, whatever it serves, and its binary loads with one
-version of torch only. A greedy bfloat16 run of a DeepSeek-V3.2 calls six functions of it, which
+version of torch only. A greedy bfloat16 run of a DeepSeek-V3.2 calls seven functions of it, which
 are here in PyTorch. Any other name can be imported, and raises ``NotImplementedError`` when it is
 called: nothing is computed by a kernel that is not the one SGLang asked for.
 
@@ -74,6 +74,42 @@ def silu_and_mul(input: Tensor, out: Tensor | None = None) -> Tensor:
     gate, up = input.float().chunk(2, dim=-1)
     x = functional.silu(gate) * up
     return x.to(input.dtype) if out is None else out.copy_(x)
+
+
+def moe_align_block_size(
+    topk_ids: Tensor,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: Tensor,
+    experts_ids: Tensor,
+    num_tokens_post_pad: Tensor,
+    cumsum_buffer: Tensor,
+    pad_sorted_token_ids: bool = False,
+) -> None:
+    """Sort the experts of all tokens into blocks of one expert each.
+
+    Args:
+        topk_ids: experts of each token ``[T, experts of a token]``, -1 for none.
+        num_experts: their number, and one for none.
+        block_size: entries of a block.
+        sorted_token_ids: written, ``[entries]``: places in ``topk_ids``, and its size to fill up.
+        experts_ids: written, ``[blocks]``.
+        num_tokens_post_pad: written, ``[1]``: entries of all blocks in use.
+        cumsum_buffer: of the binary.
+        pad_sorted_token_ids: whether other entries are written; they always are.
+    """
+    kinds = topk_ids.flatten().long() + 1
+    counts = kinds.new_zeros(num_experts).scatter_add_(0, kinds, torch.ones_like(kinds))
+    sizes = (counts + block_size - 1) // block_size * block_size
+    ends = sizes.cumsum(0)
+    order = kinds.argsort(stable=True)
+    ordered = kinds[order]
+    shift = (ends - sizes) - (counts.cumsum(0) - counts)
+    places = torch.arange(len(order), device=order.device) + shift[ordered]
+    sorted_token_ids.fill_(len(order)).scatter_(0, places, order.to(sorted_token_ids.dtype))
+    blocks = torch.arange(len(experts_ids), device=order.device) * block_size
+    experts_ids.copy_(torch.searchsorted(ends, blocks, right=True).clamp(max=num_experts - 1) - 1)
+    num_tokens_post_pad.copy_(ends[-1:])
 
 
 def moe_sum_reduce(input: Tensor, output: Tensor, routed_scaling_factor: float) -> None:
