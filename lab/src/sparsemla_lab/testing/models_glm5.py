@@ -81,7 +81,7 @@ def pooled_model(dtype: torch.dtype = torch.float32, **sizes: object) -> Any:  #
     return model.to(dtype)
 
 
-def finding_model(dtype: torch.dtype = torch.float32, **sizes: object) -> Any:  # noqa: ANN401
+def finding_model(dtype: torch.dtype = torch.float32, **sizes: Any) -> Any:  # noqa: ANN401
     """The model whose next token after ``(a, b)`` is the context's token ``(b, c)``.
 
     Head 0 of the first sparse layer finds it. The indexer looks for pools whose token in slot
