@@ -14,19 +14,27 @@ it has left, so that more hot rows do not help it; the trace does.
 Requests share their pages, each in an order of its own, so that 61 layers of any batch fit into a
 GPU. Rows of the step's own tokens are part of the context; nothing is written.
 
-Run ``python benchmarks/host_rows.py --json rows.json`` on a GPU. ``--device cpu`` with small sizes
-shows that the program works.
+With ``--prefill`` a chunk of so many tokens at the end of the context is measured, too: the same
+projections, and attention over resident rows or over those that :class:`sparsemla.HostContext`
+copies a layer ahead. An indexer selects them within each layer, or they were drawn before the
+clock starts. All layers share the keys of one indexer.
+
+Run ``python benchmarks/host_rows.py --json rows.json`` on a GPU. A prefill alone, over 16 layers:
+``--prefill 8192 --layers 16 --contexts 131072 1048576 --batches --fetches``. ``--device cpu`` with
+small sizes shows that the program works.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +46,24 @@ from torch import Tensor
 
 from sparsemla import (
     FP8_DS_MLA,
+    INDEX_FP8,
     HeadWeight,
     HostCache,
+    HostContext,
     HotRows,
     PagedCache,
     Plan,
     fetch_rows,
+    indexer_topk,
     plan_batch,
     project_heads,
     sparse_decode,
+    sparse_prefill,
     to_slots,
 )
 
 PAGE_SIZE, Q_RANK, NOPE, ROPE, LATENT = 64, 1536, 128, 64, 512
+INDEX_HEADS, INDEX_DIM = 64, 128
 WARM_STEPS = 32
 """Steps before the timed ones, in which the hot rows fill."""
 
@@ -101,6 +114,32 @@ class Row:
     resident_us: float
     host_us: float
     link_us: float
+    link_gb_s: float
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Times of a chunk's layer.
+
+    Args:
+        device, layers, heads, topk, context: as of a :class:`Row`; the context has the chunk.
+        tokens: of the chunk.
+        selects: whether an indexer's selection is part of the layer.
+        resident_ms, host_ms: of a layer; the first one's copy is hidden behind none.
+        link_ms: of a layer, the copies alone.
+        link_gb_s: copied bytes over that time.
+    """
+
+    device: str
+    layers: int
+    heads: int
+    topk: int
+    context: int
+    tokens: int
+    selects: bool
+    resident_ms: float
+    host_ms: float
+    link_ms: float
     link_gb_s: float
 
 
@@ -166,6 +205,26 @@ def record(tokens: int, device: str) -> dict[int, Tensor]:
         return dict(handle.selections[-1])
 
 
+class Projections:
+    """The query's projection and the absorbed one of a batch's tokens."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.heads, width = sizes.heads, sizes.heads * (NOPE + ROPE)
+        device = sizes.device
+        self.x = torch.randn(sizes.batch, Q_RANK).bfloat16().to(device)
+        self.weight = (torch.randn(Q_RANK, width) * Q_RANK**-0.5).bfloat16().to(device)
+        w_uk = torch.randn(sizes.heads, LATENT, NOPE, device=device) * NOPE**-0.5
+        self.w_uk = HeadWeight(w_uk.bfloat16())
+
+    def query(self) -> Tensor:
+        """``[B, 1, H, L + R]``, what every layer computes."""
+        q = (self.x @ self.weight).unflatten(1, (self.heads, NOPE + ROPE))
+        query = q.new_empty(*q.shape[:2], LATENT + ROPE)
+        project_heads(q[..., :NOPE], self.w_uk, out=query[..., :LATENT])
+        query[..., LATENT:] = q[..., NOPE:]
+        return query[:, None]
+
+
 class Stack:
     """The layers of a decode step: rows of a context on the device, and of the same on the host.
 
@@ -188,21 +247,9 @@ class Stack:
             page_size=PAGE_SIZE,
             workspace_rows=None,
         )
-        width = sizes.heads * (NOPE + ROPE)
-        self.x = torch.randn(batch, Q_RANK).bfloat16().to(device)
-        self.weight = (torch.randn(Q_RANK, width) * Q_RANK**-0.5).bfloat16().to(device)
-        w_uk = torch.randn(sizes.heads, LATENT, NOPE, device=device) * NOPE**-0.5
-        self.w_uk = HeadWeight(w_uk.bfloat16())
+        self.projections = Projections(sizes)
         self.chosen = torch.zeros(sizes.layers, batch, sizes.topk, dtype=torch.int32, device=device)
         self.seats = torch.arange(batch, dtype=torch.int32, device=device)
-
-    def query(self) -> Tensor:
-        """``[B, 1, H, L + R]``, the projections that every layer computes."""
-        q = (self.x @ self.weight).unflatten(1, (self.sizes.heads, NOPE + ROPE))
-        query = q.new_empty(*q.shape[:2], LATENT + ROPE)
-        project_heads(q[..., :NOPE], self.w_uk, out=query[..., :LATENT])
-        query[..., LATENT:] = q[..., NOPE:]
-        return query[:, None]
 
     def on_device(self) -> list[Tensor]:
         """Attention of every layer over resident rows."""
@@ -212,7 +259,9 @@ class Stack:
                 self.chosen[layer], plan.page_table, plan.request_ids, page_size=PAGE_SIZE
             )
             rows = self.resident.layer(layer)
-            outs.append(sparse_decode(self.query(), rows, slots[:, None], softmax_scale=0.1)[0])
+            outs.append(
+                sparse_decode(self.projections.query(), rows, slots[:, None], softmax_scale=0.1)[0]
+            )
         return outs
 
     def on_host(self, hot: HotRows) -> list[Tensor]:
@@ -220,7 +269,7 @@ class Stack:
         outs = []
         for layer in range(self.sizes.layers):
             found = hot.resolve(layer, self.chosen[layer], self.plan, self.seats)
-            query = self.query()  # while rows are fetched
+            query = self.projections.query()  # while rows are fetched
             rows = hot.layer(layer)
             outs.append(sparse_decode(query, rows, found.rows[:, None], softmax_scale=0.1)[0])
         return outs
@@ -231,6 +280,80 @@ class Stack:
             hot.resolve(layer, self.chosen[layer], self.plan, self.seats)
             hot.layer(layer)
         return []
+
+
+class PrefillStack:
+    """The layers of a prefill: a chunk of tokens at the end of a context.
+
+    Args:
+        sizes: of the stack; its batch is the chunk's tokens.
+        host: rows of every layer.
+        resident: the same rows on the device.
+        selects: whether an indexer selects within a layer.
+    """
+
+    def __init__(self, sizes: Sizes, host: HostCache, resident: PagedCache, selects: bool) -> None:
+        self.sizes, self.host, self.resident = sizes, host, resident
+        self.selects = selects
+        device, tokens, context = sizes.device, sizes.batch, sizes.context
+        self.projections = Projections(sizes)
+        generator = torch.Generator().manual_seed(3)
+        table = torch.randperm(context // PAGE_SIZE, generator=generator)[None].int().to(device)
+        self.plan: Plan = plan_batch(
+            [tokens], [context], table, page_size=PAGE_SIZE, workspace_rows=context
+        )
+        self.context = HostContext(host, max_rows=context)
+        # One of as many parts of the context as there are entries: ascending and distinct.
+        part = (context - tokens) // sizes.topk
+        starts = part * torch.arange(sizes.topk, device=device)
+        shape = tokens, sizes.topk
+        self.drawn = (starts + torch.randint(part, shape, device=device)).int()
+        self.keys = PagedCache.allocate(INDEX_FP8, table.shape[1], PAGE_SIZE, device=device)
+        for slots in torch.arange(context, device=device).split(8192):
+            self.keys.write(slots, torch.randn(len(slots), INDEX_DIM, device=device))
+        queries = torch.randn(tokens, INDEX_HEADS, INDEX_DIM, device=device)
+        self.index_q = queries.to(torch.float8_e4m3fn)
+        self.weights = torch.randn(tokens, INDEX_HEADS, device=device)
+
+    def chosen(self) -> Tensor:
+        """int32 ``[T, K]``, positions."""
+        if not self.selects:
+            return self.drawn
+        plan = self.plan
+        return indexer_topk(
+            self.index_q,
+            self.weights,
+            self.keys,
+            plan.input_row_offsets,
+            plan.seq_lens,
+            plan.page_table,
+            topk=self.sizes.topk,
+        )
+
+    def on_device(self) -> Iterator[Tensor]:
+        """Attention of one layer after the other over resident rows."""
+        plan = self.plan
+        for layer in range(self.sizes.layers):
+            slots = to_slots(self.chosen(), plan.page_table, plan.request_ids, page_size=PAGE_SIZE)
+            query, rows = self.projections.query()[:, 0], self.resident.layer(layer)
+            yield sparse_prefill(query, rows, slots, softmax_scale=0.1)[0]
+
+    def on_host(self) -> Iterator[Tensor]:
+        """Attention of one layer after the other over rows that are copied."""
+        for layer in range(self.sizes.layers):
+            pieces = self.context.selected(layer, self.chosen(), self.plan)
+            query = self.projections.query()[:, 0]
+            found = [
+                sparse_prefill(query[tokens], rows, listed, softmax_scale=0.1)[0]
+                for tokens, rows, listed in pieces
+            ]
+            yield found[0] if len(found) == 1 else torch.cat(found)
+
+    def link(self) -> Iterator[Tensor]:
+        """The copies of one layer after the other alone."""
+        for layer in range(self.sizes.layers):
+            for _, _, listed in self.context.selected(layer, self.drawn, self.plan):
+                yield listed
 
 
 def captured(function: Callable[[], list[Tensor]], device: str) -> Callable[[], list[Tensor]]:
@@ -317,6 +440,41 @@ def measure(stack: Stack, process: str, selections: Selections, rows_per_seat: i
     )
 
 
+def measure_prefill(stack: PrefillStack) -> Prefill:
+    """Check the bits of both sides, then time them.
+
+    Raises:
+        AssertionError: a layer whose sides differ.
+    """
+    sizes, device = stack.sizes, stack.sizes.device
+    for layer, (a, b) in enumerate(zip(stack.on_host(), stack.on_device(), strict=True)):
+        if not torch.equal(a, b):
+            raise AssertionError(f"layer {layer} of a prefill differs")
+    sides = stack.on_host, stack.on_device, stack.link
+    times = [[timed(partial(last, run), device) for run in sides] for _ in range(3)]
+    host_s, resident_s, link_s = (statistics.median(each) for each in zip(*times, strict=True))
+    per_layer = 1e3 / sizes.layers
+    copied = sizes.context * FP8_DS_MLA.row_width * sizes.layers
+    return Prefill(
+        torch.cuda.get_device_name() if device == "cuda" else device,
+        sizes.layers,
+        sizes.heads,
+        sizes.topk,
+        sizes.context,
+        sizes.batch,
+        stack.selects,
+        resident_s * per_layer,
+        host_s * per_layer,
+        link_s * per_layer,
+        copied / link_s / 1e9,
+    )
+
+
+def last(side: Callable[[], Iterator[Tensor]]) -> list[Tensor]:
+    """The result of the last layer, after all others."""
+    return list(collections.deque(side(), 1))
+
+
 def fetch_time(host: HostCache, count: int, device: str) -> float:
     """Microseconds of a fetch of random rows, of as many in turn as there are layers."""
     generator = torch.Generator().manual_seed(2)
@@ -359,12 +517,18 @@ def caches(sizes: Sizes) -> tuple[HostCache, PagedCache]:
     return host, cache
 
 
+def table_of(*names: str) -> Table:
+    """A table with these columns."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
 def report(rows: list[Row]) -> Table:
     """A line for each row."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     names = "context batch process hot misses resident host ratio link GB/s"
-    for name in names.split():
-        table.add_column(name, justify="right", no_wrap=True)
+    table = table_of(*names.split())
     for row in rows:
         ratio = row.host_us / row.resident_us
         cells = row.context, row.batch, row.process, row.rows_per_seat, f"{row.misses:.3f}"
@@ -374,9 +538,35 @@ def report(rows: list[Row]) -> Table:
     return table
 
 
-def main(arguments: argparse.Namespace) -> list[Row]:
+def report_prefills(prefills: list[Prefill]) -> Table:
+    """A line for each chunk."""
+    table = table_of(
+        "context", "tokens", "selected", "resident", "host", "of resident", "link", "GB/s"
+    )
+    for row in prefills:
+        selected = "within" if row.selects else "before"
+        times = (f"{each:.2f}" for each in (row.resident_ms, row.host_ms))
+        share = f"{row.resident_ms / row.host_ms:.3f}"
+        link = f"{row.link_ms:.2f}", f"{row.link_gb_s:.1f}"
+        table.add_row(str(row.context), str(row.tokens), selected, *times, share, *link)
+    return table
+
+
+def main(arguments: argparse.Namespace) -> tuple[list[Row], list[Prefill]]:
     """Measure every size that was asked for."""
-    console, rows = Console(width=110), []
+    console = Console(width=110)
+    rows: list[Row] = []
+    prefills: list[Prefill] = []
+
+    def save() -> None:
+        if arguments.json:
+            found = {
+                "rows": [asdict(row) for row in rows],
+                "prefills": [asdict(row) for row in prefills],
+            }
+            text = json.dumps(found, indent=1)
+            arguments.json.write_text(text + "\n", encoding="utf-8")
+
     recorded = None
     if arguments.trace_tokens:
         recorded = record(arguments.trace_tokens, arguments.device)
@@ -397,12 +587,20 @@ def main(arguments: argparse.Namespace) -> list[Row]:
                     processes["trace"] = trace(sizes, recorded)
                 for name, selections in processes.items():
                     rows.append(measure(stack, name, selections, factor * sizes.topk))
-                    if arguments.json:
-                        text = json.dumps({"rows": [asdict(row) for row in rows]}, indent=1)
-                        arguments.json.write_text(text + "\n", encoding="utf-8")
-    console.print(report(rows))
-    console.print("Times are microseconds of a layer.")
-    return rows
+                    save()
+            for selects in (False, True) if arguments.prefill else ():
+                sizes = Sizes(arguments.device, batch=arguments.prefill, **options)
+                chunk = PrefillStack(sizes, host, resident, selects)
+                prefills.append(measure_prefill(chunk))
+                console.print(report_prefills(prefills[-1:]))
+                save()
+    if rows:
+        console.print(report(rows))
+        console.print("Times are microseconds of a layer.")
+    if prefills:
+        console.print(report_prefills(prefills))
+        console.print("Times are milliseconds of a layer.")
+    return rows, prefills
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -411,11 +609,13 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     numbers: dict[str, Any] = {"type": int, "nargs": "+"}
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--contexts", default=[131072], help="tokens of a request", **numbers)
-    parser.add_argument("--batches", default=[1, 8, 16], help="requests", **numbers)
+    some: dict[str, Any] = {"type": int, "nargs": "*"}
+    parser.add_argument("--batches", default=[1, 8, 16], help="requests; none: no decodes", **some)
     parser.add_argument("--hot", default=[2, 4], help="hot rows, times the selection", **numbers)
+    parser.add_argument("--prefill", type=int, default=0, help="tokens of a chunk; 0 for none")
     parser.add_argument("--overlaps", type=float, nargs="*", default=[0.5, 0.85], help="of walks")
     parser.add_argument(
-        "--fetches", default=[64, 275, 855, 2048, 17600], help="rows of fetches alone", **numbers
+        "--fetches", default=[64, 275, 855, 2048, 17600], help="rows of fetches alone", **some
     )
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--heads", type=int, default=128)

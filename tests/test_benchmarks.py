@@ -325,9 +325,10 @@ def test_rows_on_the_host_are_timed_where_bits_agree(capsys, monkeypatch, tmp_pa
     arguments = host_rows.parse(words)
     monkeypatch.setattr(host_rows, "WARM_STEPS", 10)
     monkeypatch.setattr(host_rows, "record", lambda tokens, device: selections(tokens))
-    found = host_rows.main(arguments)
+    found, prefills = host_rows.main(arguments)
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert rows == [asdict(row) for row in found]
+    assert prefills == []
     assert [(row.batch, row.process) for row in found] == [
         (batch, process) for batch in (1, 3) for process in ("walk 0.85", "trace")
     ]
@@ -347,6 +348,34 @@ def test_rows_on_the_host_are_timed_where_bits_agree(capsys, monkeypatch, tmp_pa
     arguments.overlaps, arguments.trace_tokens = [], 512
     with pytest.raises(ValueError, match="trace_tokens must be at most 256, of which each stands"):
         host_rows.main(arguments)
+
+
+def test_prefills_over_rows_on_the_host_are_timed_where_bits_agree(capsys, monkeypatch, tmp_path):
+    import host_rows
+
+    words = "--device cpu --layers 2 --heads 4 --topk 32 --contexts 512 --batches --fetches"
+    words += f" --trace-tokens 0 --prefill 96 --json {tmp_path}/rows.json"
+    rows, found = host_rows.main(host_rows.parse(words.split()))
+    assert rows == []
+    saved = json.loads((tmp_path / "rows.json").read_text())
+    assert saved == {"rows": [], "prefills": [asdict(row) for row in found]}
+    assert [(row.tokens, row.context, row.selects) for row in found] == [
+        (96, 512, False),
+        (96, 512, True),
+    ]
+    for row in found:
+        assert min(row.resident_ms, row.host_ms, row.link_ms, row.link_gb_s) > 0
+    assert "of resident" in capsys.readouterr().out
+
+    right = host_rows.HostContext.selected
+
+    def others(context, layer, chosen, plan):
+        """The rows of another selection."""
+        return right(context, layer, chosen.flip(0), plan)
+
+    monkeypatch.setattr(host_rows.HostContext, "selected", others)
+    with pytest.raises(AssertionError, match="layer 0 of a prefill differs"):
+        host_rows.main(host_rows.parse(words.split()))
 
 
 def selections(tokens):
