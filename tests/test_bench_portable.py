@@ -101,6 +101,7 @@ def test_which_peers_run_as_an_older_gpu():
         "SGLang Triton",
         "SGLang triton_sparse_mla",
         "SGLang flash_mla_sm120_triton",
+        "SGLang candidate_blocks",
         "vLLM rocm_fp8_paged_mqa_logits_triton",
         "attn-gym",
     }
