@@ -84,7 +84,7 @@ TABLE = (
         "sm_90",
         ("H200",),
         (Proof.RUN,) * len(TRITON_VERSIONS),
-        "`sparsemla verify`: 924 of 924 cases on Triton 3.6, 435 of 435 older ones on 3.7 to 3.9.",
+        "`sparsemla verify`: 983 of 983 cases on Triton 3.6, 435 of 435 older ones on 3.7 to 3.9.",
     ),
     Support(
         "sm_90",
