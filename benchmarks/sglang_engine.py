@@ -118,17 +118,15 @@ Both sides' scores are DeepGEMM's from compute capability 9.0 on.
 
 
 def make_drafting_model(folder: Path) -> None:
-    """Write the model of ``vllm_engine.py`` and an MTP layer, which is layer 0 on embeddings.
-
-    Position t of the MTP layer sees the embedding of token t + 1, so its head copies the token that
-    the model's own copies one position later.
-    """
+    """Write the model of ``vllm_engine.py`` and an MTP layer, which has experts in SGLang."""
     from safetensors.torch import load_file, save_file
 
+    from sparsemla_lab.testing.checkpoints import add_mtp_layer
+
     make_model(folder)
+    add_mtp_layer(folder, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text()) | {
-        "num_nextn_predict_layers": 1,
         "n_routed_experts": 8,
         "n_group": 1,
         "topk_group": 1,
@@ -139,18 +137,19 @@ def make_drafting_model(folder: Path) -> None:
         "topk_method": "noaux_tc",
     }
     path.write_text(json.dumps(config, indent=2))
-    weights = load_file(folder / "model.safetensors")
+    layer = f"model.layers.{config['num_hidden_layers']}"
+    weights = {
+        name: weight
+        for name, weight in load_file(folder / "model.safetensors").items()
+        if not name.startswith(f"{layer}.mlp.")
+    }
     generator = torch.Generator().manual_seed(1)
     hidden, width = config["hidden_size"], config["moe_intermediate_size"]
-    layer = f"model.layers.{config['num_hidden_layers']}"
 
     def random(*shape: int) -> torch.Tensor:
         x = torch.randn(shape, generator=generator) * 0.3 * shape[-1] ** -0.5
         return x.to(torch.bfloat16)
 
-    for name, weight in list(weights.items()):
-        if name.startswith("model.layers.0.") and ".mlp." not in name:
-            weights[name.replace("model.layers.0", layer)] = weight.clone()
     experts = [f"experts.{expert}" for expert in range(config["n_routed_experts"])]
     for expert in [*experts, "shared_experts"]:
         weights[f"{layer}.mlp.{expert}.gate_proj.weight"] = random(width, hidden)
@@ -158,13 +157,6 @@ def make_drafting_model(folder: Path) -> None:
         weights[f"{layer}.mlp.{expert}.down_proj.weight"] = random(hidden, width)
     weights[f"{layer}.mlp.gate.weight"] = random(len(experts), hidden)
     weights[f"{layer}.mlp.gate.e_score_correction_bias"] = torch.zeros(len(experts))
-    ones = torch.ones(hidden, dtype=torch.bfloat16)
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
-        weights[f"{layer}.{norm}.weight"] = ones.clone()
-    eye = torch.eye(hidden, dtype=torch.bfloat16)
-    weights[f"{layer}.eh_proj.weight"] = torch.cat([eye, torch.zeros_like(eye)], dim=1)
-    weights[f"{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
-    weights[f"{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 

@@ -125,9 +125,8 @@ def indexer_topk_blocks(
     for token, (b, end) in enumerate(zip(requests, ends, strict=True)):
         positions = torch.arange(end, device=index_q.device)  # [e]
         scores = _scores_at(index_q[token], weights[token], cache, page_table, b, positions)
-        scores = scores.nan_to_num(
-            -torch.inf, FLOAT32_MAX, -torch.inf
-        )  # the last block is above all
+        # The last block is above all.
+        scores = scores.nan_to_num(-torch.inf, FLOAT32_MAX, -torch.inf)
         counts[token] = -(-end // block_size)
         if end > 0:
             best[token].scatter_reduce_(0, positions // block_size, scores, "amax")

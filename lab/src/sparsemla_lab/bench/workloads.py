@@ -1154,12 +1154,10 @@ class IndexerTopk(Workload):
 
 
 @dataclass(frozen=True)
-class IndexerTopkBlocks(IndexerTopk):
-    """An :class:`IndexerTopk` that also chooses blocks of keys, among which later layers select."""
+class _InBlocks(IndexerTopk):
+    """An :class:`IndexerTopk` over keys in blocks."""
 
-    topk_blocks: int = 2048
     block_size: int = 8
-    op: ClassVar[str] = "indexer_topk_blocks"
 
     @property
     def shape(self) -> dict[str, int]:
@@ -1170,6 +1168,14 @@ class IndexerTopkBlocks(IndexerTopk):
     def variant(self) -> str:
         blocks = f"blocks of {self.block_size} keys"
         return ", ".join(filter(None, [super().variant, blocks]))
+
+
+@dataclass(frozen=True)
+class IndexerTopkBlocks(_InBlocks):
+    """An :class:`IndexerTopk` that also chooses blocks of keys, among which later layers select."""
+
+    topk_blocks: int = 2048
+    op: ClassVar[str] = "indexer_topk_blocks"
 
     def build(self, device: torch.device) -> Inputs:
         inputs, shape = super().build(device), (self.batch * self.query_len, self.topk_blocks)
@@ -1198,25 +1204,14 @@ class IndexerTopkBlocks(IndexerTopk):
 
 
 @dataclass(frozen=True)
-class IndexerTopkOfBlocks(IndexerTopk):
+class IndexerTopkOfBlocks(_InBlocks):
     """The best keys of each token among those of its blocks, which another layer has chosen.
 
     A token lists random blocks and that of its last key.
     """
 
     num_blocks: int = 2048
-    block_size: int = 8
     op: ClassVar[str] = "indexer_topk_of_blocks"
-
-    @property
-    def shape(self) -> dict[str, int]:
-        sizes = super().shape.items()
-        return {name: size for name, size in sizes if name != "block_size"}
-
-    @property
-    def variant(self) -> str:
-        blocks = f"blocks of {self.block_size} keys"
-        return ", ".join(filter(None, [super().variant, blocks]))
 
     @property
     def flop(self) -> float:

@@ -147,7 +147,7 @@ class Options(NamedTuple):
     fold: bool
     """S and P are multiplied by the scales of slices, and slots of codes come a tile earlier."""
     slots: bool
-    """The mask reads slots from shared memory, where those of the copies are stored."""
+    """The slots that a tile is copied by stay in shared memory, and the mask reads them there."""
     lazy: bool
     """O is rescaled only if a row's maximum rose by more than 2^8, hence m may be too low."""
 
