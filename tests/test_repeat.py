@@ -18,12 +18,18 @@ from sparsemla import (
     PagedCache,
     dense_decode,
     dispatch,
+    indexer_topk,
     select_topk,
     sparse_decode,
     sparse_prefill,
 )
 from sparsemla.kernels import repeat
-from sparsemla_lab.testing.cases import Draw, shared_prefill_case, sparse_prefill_case
+from sparsemla_lab.testing.cases import (
+    Draw,
+    indexer_topk_case,
+    shared_prefill_case,
+    sparse_prefill_case,
+)
 from test_errors import CALLS
 
 pytest.importorskip("triton")
@@ -377,6 +383,23 @@ def test_no_memory_is_kept(launched):
     launched.clear()
     gc.collect()
     assert [tensor() for tensor in kept] == [None] * 4
+
+
+@compiled
+@pytest.mark.parametrize(("max_bytes", "repeated"), [(10**9, True), (6 * 10**7, False)])
+def test_a_call_that_works_in_turns_keeps_to_its_bound(max_bytes, repeated, launched, monkeypatch):
+    sizes = {"query_lens": (100,), "seq_lens": (100000,), "num_heads": 64, "topk": 2048}
+    held = []
+    check = repeat._Recorder._check_size
+
+    def watch(self):
+        check(self)
+        held.append(sum(tensor.nbytes for tensor in self._allocations))
+
+    monkeypatch.setattr(repeat._Recorder, "_check_size", watch)
+    arguments = indexer_topk_case(Draw(0), **sizes) | {"max_workspace_bytes": max_bytes}
+    assert is_repeated(lambda: indexer_topk(**arguments)) == repeated
+    assert 0 < max(held) <= max_bytes
 
 
 @compiled

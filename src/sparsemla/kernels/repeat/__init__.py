@@ -7,7 +7,9 @@ signature is recorded, and later ones allocate and launch as it did. This saves 
 time: the checks, torch's dispatcher, the launcher, and Triton's search for the compiled kernel.
 
 A recording does not trust that sentence. It watches every use of a tensor, and is kept only if
-each was a question that the signature answers, a view, an allocation or an argument of a launch.
+each was a question that the signature answers, a view, an allocation or an argument of a launch. It
+holds all memory that the call allocates, also what the call works on in turn, and so does a repeat.
+So a call is not repeated if its memory together exceeds its ``max_workspace_bytes``.
 
 All of it lives in this package. An op is decorated with :func:`repeated`; whoever watches or
 replaces checks and choices enters :func:`unrepeated`; and an operator asks :func:`recording`
@@ -17,6 +19,7 @@ whether to leave out torch's dispatcher, behind which no launch can be watched.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -104,6 +107,7 @@ def repeated(op: Callable[P, R]) -> Callable[P, R]:
     known: dict[Hashable, _Repeat | None] = {}
     """A call with None cannot be repeated."""
     once: set[Hashable] = set()
+    bound = inspect.signature(op).parameters.get("max_workspace_bytes")
 
     @functools.wraps(op)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -130,7 +134,8 @@ def repeated(op: Callable[P, R]) -> Callable[P, R]:
                 known.clear()
             once.add(signature)
             return op(*args, **kwargs)
-        recorder = _Recorder(tensors)
+        max_bytes = kwargs.get(bound.name, bound.default) if bound else None
+        recorder = _Recorder(tensors, cast(int | None, max_bytes))
         result = recorder.run(lambda: op(*args, **kwargs))
         known[signature] = recorder.repeat(result)
         return result
@@ -204,11 +209,13 @@ class _Recorder(TorchFunctionMode):
 
     Args:
         tensors: the arguments.
+        max_bytes: of what the call may allocate in all, if there is a bound.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], max_bytes: int | None) -> None:
         super().__init__()
         self._arguments = tuple(tensors)
+        self._max_bytes = max_bytes
         self._allocations: list[Tensor] = []
         self._views: list[Tensor] = []
         """Kept, so that no other tensor gets their ids."""
@@ -216,7 +223,7 @@ class _Recorder(TorchFunctionMode):
         """The argument or allocation that a tensor lies in, and its offset in bytes."""
         # One tensor in two arguments does not tell which of them a launch reads.
         self._exact = len(self._origins) == len(tensors)
-        self._seen: Sequence[Any] = ()
+        self._seen: list[Any] = []
 
     def run(self, call: Callable[[], R]) -> R:
         """Call a function and watch."""
@@ -237,6 +244,7 @@ class _Recorder(TorchFunctionMode):
         if func in ALLOCATIONS and self._can_allocate(result):
             self._allocations.append(result)
             self._origins[id(result)] = result, 0
+            self._check_size()
         elif func in VIEWS and _shares_memory(result, args[0]) and id(args[0]) in self._origins:
             origin, offset = self._origins[id(args[0])]
             self._views.append(result)
@@ -244,6 +252,14 @@ class _Recorder(TorchFunctionMode):
         else:
             self._exact = False
         return result
+
+    def _check_size(self) -> None:
+        """Give up, and return the memory, if the call works on more than its bound in turn."""
+        if self._max_bytes is None or sum(x.nbytes for x in self._allocations) <= self._max_bytes:
+            return
+        self._exact = False
+        for held in (self._allocations, self._views, self._origins, self._seen):
+            held.clear()
 
     def _can_allocate(self, tensor: Tensor) -> bool:
         return tensor.is_contiguous() and tensor.device == self._arguments[0].device
