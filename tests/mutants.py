@@ -1398,10 +1398,10 @@ AMPERE_MUTANTS = (
         "sparse_decode",
     ),
     ampere(
-        "P without the scales of its keys",
+        "codes of the tile before",
         AMPERE_ATTENTION,
-        "p.to(gl.float32) * scales.load(gl.SliceLayout(1, P))[:, None, :]",
-        "p.to(gl.float32) + scales.load(gl.SliceLayout(1, P))[:, None, :] * 0",
+        "coming = load_slots(keys, extra, tile + 3,",
+        "coming = load_slots(keys, extra, tile + 2,",
         "sparse_decode",
     ),
     ampere(

@@ -723,13 +723,22 @@ PORTABLE_ON_AMPERE = {  # cases that the kernels with Ampere's instructions refu
     ),
 }
 SLOW_ON_AMPERE = ("DeepSeek-V4-Flash", "300 tokens of 16 heads")
+ODD_SCALES = (  # scales that are no powers of two: each key is rounded to bfloat16
+    "one exact scale",
+    "scales of any value",
+    "exact scales, one key",
+    "exact scales, 16 heads, fp8_ds_mla",
+    "exact scales, 128 heads, fp8_ds_mla",
+)
 FOR_AMPERE = [
     (op, case)
     for op in MATRIX
     if op in interpreted_ops("sm_80")
-    for case in run.chosen_cases(op, "cuda", quick=True)
+    for quick in (True, False)
+    for case in run.chosen_cases(op, "cuda", quick=quick)
     if case.name not in PORTABLE_ON_AMPERE.get(op, ())
     and not any(part in case.name for part in SLOW_ON_AMPERE)
+    and (quick or case.name in ODD_SCALES)
 ]
 
 

@@ -24,13 +24,11 @@ is read, one before P is read.
 
 Shared memory for 64 rows of 576 dims and 32 keys, KiB: tiles 72, Q 72, S 32, P in the place of the
 tile's RoPE dims; the first ``PARTS`` quarters of Q stay in registers. GPUs with 99 KiB get tiles of
-16 keys. Where a slice has one scale, as 128 dims of a 656-byte row, codes become bfloat16 exactly,
-in half the instructions, and S and P are multiplied by it. Other FP8 rows have two slices: codes
-that wait in registers leave no room for S of four.
+16 keys. FP8 rows have two slices, since codes that wait in registers leave no room for S of four.
 
-O of these rows is rescaled only where a maximum rose by more than 2^8: scores stay exact, weights
-of P are at most 256. Their mask, and that of small decodes over bfloat16 rows, reads the slots of
-the copies from shared memory.
+The mask of 656-byte rows, and that of small decodes over bfloat16 rows, reads the slots of the
+copies from shared memory. Where tiles have 16 keys, O of 656-byte rows is rescaled only if a
+maximum rose by more than 2^8: scores stay exact, weights of P are at most 256.
 """
 
 from __future__ import annotations
@@ -90,35 +88,6 @@ DEQUANTIZE_NATIVE = gl.constexpr("""{
     mul.rn.f32 f0, f0, $3; mul.rn.f32 f1, f1, $3; mul.rn.f32 f2, f2, $3; mul.rn.f32 f3, f3, $3;
     cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }""")
 
-# Eight e4m3 codes to bfloat16, exactly: bits in place, times 2^120. A NaN makes the first value
-# NaN, hence all scores of its row.
-EXACT_BITS = gl.constexpr("""{
-    .reg .b32 p0, p1, p2, p3, m0, m1, m2, m3, z, c, e, u, v; .reg .pred nan;
-    mov.b32 z, 0; mov.b32 c, 0x7b807b80; mov.b32 e, 0x80008000;
-    prmt.b32 p0, $4, z, 0x1404;            prmt.b32 p1, $4, z, 0x3424;
-    prmt.b32 p2, $5, z, 0x1404;            prmt.b32 p3, $5, z, 0x3424;
-    shr.u32 m0, p0, 4;                     shr.u32 m1, p1, 4;
-    shr.u32 m2, p2, 4;                     shr.u32 m3, p3, 4;
-    and.b32 m0, m0, 0x07f007f0;            and.b32 m1, m1, 0x07f007f0;
-    and.b32 m2, m2, 0x07f007f0;            and.b32 m3, m3, 0x07f007f0;
-    lop3.b32 m0, p0, 0x80008000, m0, 0xea; lop3.b32 m1, p1, 0x80008000, m1, 0xea;
-    lop3.b32 m2, p2, 0x80008000, m2, 0xea; lop3.b32 m3, p3, 0x80008000, m3, 0xea;
-    and.b32 u, $4, 0x7f7f7f7f;             and.b32 v, $5, 0x7f7f7f7f;
-    add.u32 u, u, 0x01010101;              add.u32 v, v, 0x01010101;
-    lop3.b32 u, u, v, 0x80808080, 0xa8;
-    setp.ne.u32 nan, u, 0;
-    fma.rn.bf16x2 m0, m0, c, e;            fma.rn.bf16x2 $2, m1, c, e;
-    fma.rn.bf16x2 $1, m2, c, e;            fma.rn.bf16x2 $3, m3, c, e;
-    selp.b32 $0, 0x7fff7fff, m0, nan; }""")
-EXACT_NATIVE = gl.constexpr("""{
-    .reg .b16 l, h, h0, h1, h2, h3; .reg .b32 a, b; .reg .f32 f0, f1, f2, f3;
-    mov.b32 {l, h}, $2;
-    cvt.rn.f16x2.e4m3x2 a, l; cvt.rn.f16x2.e4m3x2 b, h;
-    mov.b32 {h0, h1}, a; mov.b32 {h2, h3}, b;
-    cvt.f32.f16 f0, h0; cvt.f32.f16 f1, h1; cvt.f32.f16 f2, h2; cvt.f32.f16 f3, h3;
-    cvt.rn.bf16x2.f32 $0, f1, f0; cvt.rn.bf16x2.f32 $1, f3, f2; }""")
-
-SCALES_TILE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 # Shared memory: a tile as [SLICES, BLOCK_N, 512 / SLICES] bfloat16, and the same bytes as words.
 KV_TILE = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
 KV_WORDS = gl.constexpr(gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0]))
@@ -144,8 +113,8 @@ class Tile(NamedTuple):
 class Options(NamedTuple):
     """What a kernel does for some formats and shapes; see :func:`choose_options`."""
 
-    fold: bool
-    """S and P are multiplied by the scales of slices, and slots of codes come a tile earlier."""
+    early: bool
+    """Slots of codes come a tile before the codes."""
     slots: bool
     """The slots that a tile is copied by stay in shared memory, and the mask reads them there."""
     lazy: bool
@@ -162,6 +131,19 @@ class Keys(NamedTuple):
     num_tiles: object
 
 
+class Half(NamedTuple):
+    """The shared memory of every other tile."""
+
+    kv: object
+    """512 dims, ``[SLICES, BLOCK_N, 512 / SLICES]``."""
+    rope: object
+    """Dims behind them, in the same slices."""
+    slots: object
+    """Slots that the tile is copied by, if ``Options.slots``."""
+    p: object
+    """P, ``[BLOCK_M, BLOCK_N]``."""
+
+
 class Layouts(NamedTuple):
     """Layouts of a kernel, from its numbers of keys and warps; see :func:`layouts`."""
 
@@ -172,7 +154,6 @@ class Layouts(NamedTuple):
     codes: object
     last: object
     keys: object
-    scales: object
     rose: object
 
 
@@ -193,7 +174,6 @@ def layouts(block_n, warps, slices, fp8_dim):
         codes=gl.BlockedLayout([1, 1, 1, 2], [1, 4, 1, 8], [1, warps, 1, 1], [3, 2, 1, 0]),
         last=gl.BlockedLayout([1, 8], [rows, 32 // rows], [warps, 1], [1, 0]),
         keys=gl.BlockedLayout([4], [32], [warps], [0]),
-        scales=gl.BlockedLayout([1, 1], [slices, 32 // slices], [1, warps], [0, 1]),
         rose=gl.BlockedLayout([2], [32], [warps], [0]),
     )
 
@@ -411,9 +391,7 @@ def copy_ahead(
     keys,
     extra,
     tile,
-    kv,
-    rope,
-    slots_shared,
+    half,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     T: gl.constexpr,
@@ -423,41 +401,12 @@ def copy_ahead(
     COPY: gl.constexpr = T.copy
     ROPE: gl.constexpr = T.rope
     if L.fp8_dim == 0:
-        copy_slices(keys, extra, tile, ahead[0], kv, 0, L, EXTRA, COPY)
+        copy_slices(keys, extra, tile, ahead[0], half.kv, 0, L, EXTRA, COPY)
     if L.head_dim > 512:
-        copy_slices(keys, extra, tile, ahead[-1], rope, 512 - L.fp8_dim, L, EXTRA, ROPE)
+        copy_slices(keys, extra, tile, ahead[-1], half.rope, 512 - L.fp8_dim, L, EXTRA, ROPE)
     async_copy.commit_group()
     if V.slots:
-        slots_shared.store(ahead[-1])
-
-
-@gluon.jit
-def load_scales(
-    keys,
-    extra,
-    tile,
-    coming,
-    BLOCK_N: gl.constexpr,
-    SLICES: gl.constexpr,
-    L: gl.constexpr,
-    EXTRA: gl.constexpr,
-    PAGED: gl.constexpr,
-    T: gl.constexpr,
-):
-    """The scales of a tile's keys, ``[SLICES, BLOCK_N]``."""
-    FLAT: gl.constexpr = T.scales
-    n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, FLAT))
-    part = gl.arange(0, SLICES, gl.SliceLayout(1, FLAT))[:, None]
-    if coming is not None:
-        slots = coming[1]
-    else:
-        slots = slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED)
-    is_main = tile < keys.num_tiles
-    field = keys.rows.scales
-    at = row_offsets(slots, is_main, field, extra.rows.scales, L, EXTRA, "scales_strides", 1, False)
-    WIDTH: gl.constexpr = 512 // SLICES
-    at = at[None, :] + part * WIDTH // L.scale_block
-    return gl.load(field + at, mask=(slots != -1)[None, :], other=0.0)
+        half.slots.store(ahead[-1])
 
 
 @gluon.jit
@@ -471,11 +420,9 @@ def load_slots(
     PAGED: gl.constexpr,
     T: gl.constexpr,
 ):
-    """Slots of a tile, in the layouts of its codes and of their scales."""
+    """Slots of a tile, in the layout of its codes."""
     CODES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, T.codes)))
-    SCALES: gl.constexpr = gl.SliceLayout(0, T.scales)
-    codes = slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, CODES)
-    return codes, slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, SCALES)
+    return slots_in(keys, extra, tile, BLOCK_N, L, EXTRA, PAGED, CODES)
 
 
 @gluon.jit
@@ -503,8 +450,8 @@ def load_codes(
     BLOCK: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, CODES)))
     WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, CODES)))
     n = gl.arange(0, BLOCK_N, ROW)
-    if V.fold and coming is not None:
-        slots = coming[0]
+    if V.early and coming is not None:
+        slots = coming
     else:
         slots = slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED)
     is_main = tile < keys.num_tiles
@@ -519,9 +466,7 @@ def load_codes(
     at = (at[None, :, None] + block * 16)[:, :, :, None]
     at, word = gl.broadcast(at, gl.arange(0, 16, WORD)[None, None, None, :])
     codes = gl.load(words + at + word, mask=valid[:, :, :, None], other=0)
-    if V.fold:
-        scales = load_scales(keys, extra, tile, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T)
-    elif L.scale_block == 0:
+    if L.scale_block == 0:
         scales = gl.full([1, 1, 1], 1.0, gl.float32, gl.SliceLayout(3, CODES))
     else:
         field = keys.rows.scales
@@ -554,47 +499,20 @@ def store_dequantized(codes, scales, kv, NATIVE: gl.constexpr):
 
 
 @gluon.jit
-def store_exact(codes, kv, NATIVE: gl.constexpr):
-    """Store a tile's codes as bfloat16."""
-    if NATIVE:
-        low, high = gl.inline_asm_elementwise(
-            EXACT_NATIVE, "=&r,=&r,r", [codes], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-        )
-    else:
-        low, high = gl.inline_asm_elementwise(
-            EXACT_BITS,
-            "=&r,=&r,=&r,=&r,r,r",
-            [codes],
-            dtype=(gl.int32, gl.int32),
-            is_pure=True,
-            pack=2,
-        )
-    SHAPE: gl.constexpr = [kv.shape[0], kv.shape[1], kv.shape[2] // 2]
-    reinterpret(kv, gl.int32, SHAPE, KV_WORDS).store(gl.join(low, high).reshape(SHAPE))
-
-
-@gluon.jit
 def dequantize_ahead(
     ahead,
     keys,
     extra,
     tile,
     kv,
-    scales_shared,
     L: gl.constexpr,
     EXTRA: gl.constexpr,
     NATIVE: gl.constexpr,
     T: gl.constexpr,
-    V: gl.constexpr,
 ):
     """Store a tile's quantised dims, then copy the values' last dims if they are not quantised."""
     LAST: gl.constexpr = T.last
-    if V.fold:
-        store_exact(ahead[0], kv, NATIVE)
-        SCALES: gl.constexpr = [kv.shape[0], kv.shape[1]]
-        reinterpret(scales_shared, gl.float32, SCALES, SCALES_TILE).store(ahead[1])
-    else:
-        store_dequantized(ahead[0], ahead[1], kv, NATIVE)
+    store_dequantized(ahead[0], ahead[1], kv, NATIVE)
     if L.fp8_dim < 512:
         copy_last_dims(keys, extra, tile, ahead[2], kv, L, EXTRA, LAST)
         async_copy.commit_group()
@@ -656,8 +574,7 @@ def of_rows(x, MMA: gl.constexpr):
 
 @gluon.jit
 def qk_mma(
-    q, q_rope, kv, rope, s_shared, scales_shared, L: gl.constexpr, PARTS: gl.constexpr,
-    MMA: gl.constexpr, V: gl.constexpr,
+    q, q_rope, kv, rope, s_shared, L: gl.constexpr, PARTS: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
     """Store S of a tile by slices of the dims, ``[SLICES, BLOCK_M, BLOCK_N]``."""
     SLICES: gl.constexpr = s_shared.shape[0]
@@ -665,17 +582,12 @@ def qk_mma(
     BLOCK_N: gl.constexpr = s_shared.shape[2]
     K: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     s = gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.float32, MMA)
-    if L.head_dim > 512 and not V.fold:
+    if L.head_dim > 512:
         s = mma_v2(as_operand(q_rope, MMA, False), rope.permute((0, 2, 1)).load(K), s)
     k = kv.permute((0, 2, 1))
     for part in gl.static_range(3, -1, -1):  # those in registers last
         k_part = k.slice(part * (128 // SLICES), 128 // SLICES, dim=1).load(K)
         s = mma_v2(as_operand(q[part], MMA, part < PARTS), k_part, s)
-    if V.fold:
-        scales = reinterpret(scales_shared, gl.float32, [SLICES, BLOCK_N], SCALES_TILE)
-        s = s * scales.load(gl.SliceLayout(1, MMA))[:, None, :]
-        if L.head_dim > 512:
-            s = mma_v2(as_operand(q_rope, MMA, False), rope.permute((0, 2, 1)).load(K), s)
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(8, 32 // BLOCK_N, BLOCK_N // 8, [2, 1, 0])
     reinterpret(s_shared, gl.float32, [SLICES, BLOCK_M, BLOCK_N], SUMS).store(s)
 
@@ -714,17 +626,10 @@ def rescale(acc, alpha_shared, T: gl.constexpr, V: gl.constexpr):
 @gluon.jit
 def step(
     tile,
-    kv,
-    rope,
-    next_kv,
-    next_rope,
+    half,
+    other,
     s_shared,
-    p_shared,
     alpha_shared,
-    scales_shared,
-    next_scales,
-    slots_shared,
-    next_slots,
     q,
     q_rope,
     state,
@@ -743,7 +648,7 @@ def step(
     T: gl.constexpr,
     V: gl.constexpr,
 ):
-    """Attend to a tile, and prepare the next one, from its part of ``ahead``. See the time line."""
+    """Attend to the tile in ``half``, and prepare the next one in ``other``. See the time line."""
     MMA: gl.constexpr = T.mma
     S: gl.constexpr = T.softmax
     SLICES: gl.constexpr = s_shared.shape[0]
@@ -751,14 +656,14 @@ def step(
     BLOCK_N: gl.constexpr = s_shared.shape[2]
     acc, m, l = state
     async_copy.wait_group(0)
-    copy_ahead(ahead, keys, extra, tile + 1, next_kv, next_rope, next_slots, L, EXTRA, T, V)
-    qk_mma(q, q_rope, kv, rope, s_shared, scales_shared, L, PARTS, MMA, V)
+    copy_ahead(ahead, keys, extra, tile + 1, other, L, EXTRA, T, V)
+    qk_mma(q, q_rope, half.kv, half.rope, s_shared, L, PARTS, MMA)
     if L.fp8_dim > 0:
-        dequantize_ahead(ahead, keys, extra, tile + 1, next_kv, next_scales, L, EXTRA, NATIVE, T, V)
+        dequantize_ahead(ahead, keys, extra, tile + 1, other.kv, L, EXTRA, NATIVE, T)
     ahead = load_ahead(keys, extra, tile + 2, coming, BLOCK_N, SLICES, L, EXTRA, PAGED, T, V)
     n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S))
     if V.slots:
-        slots = slots_shared.load(gl.SliceLayout(0, S))
+        slots = half.slots.load(gl.SliceLayout(0, S))
     else:
         slots = slots_of_tile(keys, extra, tile, n, BLOCK_N, L, EXTRA, PAGED)
     seen = (slots != -1)[None, :]
@@ -774,18 +679,14 @@ def step(
     alpha = gl.exp2(m - new_m)
     p = gl.exp2(s - new_m[:, None])
     l = l * alpha + gl.sum(p, 1)
-    p_shared.store(p.to(gl.bfloat16))
+    half.p.store(p.to(gl.bfloat16))
     alpha_shared.store(alpha)
     acc = rescale(acc, alpha_shared, T, V)
     P: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    p = p_shared.load(gl.SliceLayout(0, P))[None, :, :]
-    if V.fold:
-        scales = reinterpret(scales_shared, gl.float32, [SLICES, BLOCK_N], SCALES_TILE)
-        p = (p.to(gl.float32) * scales.load(gl.SliceLayout(1, P))[:, None, :]).to(gl.bfloat16)
-    else:
-        p, _ = gl.broadcast(p, gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.bfloat16, P))
-    acc = mma_v2(p, kv.load(gl.DotOperandLayout(1, MMA, 2)), acc)
-    if V.fold:
+    p = half.p.load(gl.SliceLayout(0, P))[None, :, :]
+    p, _ = gl.broadcast(p, gl.zeros([SLICES, BLOCK_M, BLOCK_N], gl.bfloat16, P))
+    acc = mma_v2(p, half.kv.load(gl.DotOperandLayout(1, MMA, 2)), acc)
+    if V.early:
         coming = load_slots(keys, extra, tile + 3, BLOCK_N, L, EXTRA, PAGED, T)
     return (acc, new_m, l), ahead, coming
 
@@ -891,12 +792,6 @@ def _attend(
     S_PART: gl.constexpr = gl.SwizzledSharedLayout(8, 32 // BLOCK_N, BLOCK_N // 8, [1, 0])
     s_shared = gl.allocate_shared_memory(gl.float32, [SLICES, BLOCK_M, BLOCK_N], S_PART)
     P_TILE: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BLOCK_N, BLOCK_N // 8, [1, 0])
-    SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    sc0 = kv0
-    sc1 = kv1
-    if V.fold:
-        sc0 = gl.allocate_shared_memory(gl.float32, [SLICES, BLOCK_N], SCALES)
-        sc1 = gl.allocate_shared_memory(gl.float32, [SLICES, BLOCK_N], SCALES)
     if L.head_dim > 512 and BLOCK_M == 64:  # P is stored when QK has read the tile's RoPE dims
         p0 = reinterpret(rope0, gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
         p1 = reinterpret(rope1, gl.bfloat16, [BLOCK_M, BLOCK_N], P_TILE)
@@ -905,16 +800,18 @@ def _attend(
         p1 = p0
     alpha_shared = gl.allocate_shared_memory(gl.float32, [BLOCK_M], ALPHA)
 
-    slots0 = kv0
-    slots1 = kv1
+    slots0 = None
+    slots1 = None
     if V.slots:
         slots0 = gl.allocate_shared_memory(gl.int32, [BLOCK_N], ALPHA)
         slots1 = gl.allocate_shared_memory(gl.int32, [BLOCK_N], ALPHA)
-    copy_ahead(ahead, keys, extra, 0, kv0, rope0, slots0, L, EXTRA, T, V)
+    even = Half(kv0, rope0, slots0, p0)
+    odd = Half(kv1, rope1, slots1, p1)
+    copy_ahead(ahead, keys, extra, 0, even, L, EXTRA, T, V)
     if L.fp8_dim > 0:
-        dequantize_ahead(ahead, keys, extra, 0, kv0, sc0, L, EXTRA, NATIVE, T, V)
+        dequantize_ahead(ahead, keys, extra, 0, kv0, L, EXTRA, NATIVE, T)
     coming = total
-    if V.fold:
+    if V.early:
         coming = load_slots(keys, extra, 2, BLOCK_N, L, EXTRA, PAGED, T)
     ahead = load_ahead(keys, extra, 1, None, BLOCK_N, SLICES, L, EXTRA, PAGED, T, V)
     acc = gl.zeros([SLICES, BLOCK_M, 512 // SLICES], gl.float32, MMA)
@@ -923,14 +820,12 @@ def _attend(
     state = (acc, m, l)
     for tile in range(0, total, 2):
         state, ahead, coming = step(
-            tile, kv0, rope0, kv1, rope1, s_shared, p0, alpha_shared, sc0, sc1, slots0, slots1,
-            q, q_rope, state, ahead, coming, keys, extra, limits, scale_log2, L, EXTRA, PAGED,
-            CAUSAL, NATIVE, PARTS, T, V,
+            tile, even, odd, s_shared, alpha_shared, q, q_rope, state, ahead, coming, keys,
+            extra, limits, scale_log2, L, EXTRA, PAGED, CAUSAL, NATIVE, PARTS, T, V,
         )  # fmt: skip
         state, ahead, coming = step(
-            tile + 1, kv1, rope1, kv0, rope0, s_shared, p1, alpha_shared, sc1, sc0, slots1, slots0,
-            q, q_rope, state, ahead, coming, keys, extra, limits, scale_log2, L, EXTRA, PAGED,
-            CAUSAL, NATIVE, PARTS, T, V,
+            tile + 1, odd, even, s_shared, alpha_shared, q, q_rope, state, ahead, coming, keys,
+            extra, limits, scale_log2, L, EXTRA, PAGED, CAUSAL, NATIVE, PARTS, T, V,
         )  # fmt: skip
     acc, m, l = state
     async_copy.wait_group(0)
@@ -961,26 +856,26 @@ def _attend(
 
 
 def choose_options(
-    fmt: CacheFormat, num_rows: int, prefill: bool, paged: bool, max_logits: bool
+    fmt: CacheFormat, num_rows: int, large: bool, prefill: bool, paged: bool, max_logits: bool
 ) -> Options:
-    """What pays for ``num_rows`` query rows that share keys.
+    """What pays for ``num_rows`` query rows that share keys; see :func:`choose_tile`.
 
     ``max_logits``: the highest scores are wanted, so m has to be one of them.
     """
-    fold = fmt == FP8_DS_MLA
+    early = fmt == FP8_DS_MLA
     return Options(
-        fold=fold,
-        slots=fold or (fmt.fp8_dim == 0 and num_rows <= 64 and not prefill and not paged),
-        lazy=fold and num_rows > 16 and not max_logits,
+        early=early,
+        slots=early or (fmt.fp8_dim == 0 and num_rows <= 64 and not prefill and not paged),
+        # With tiles of 32 keys, the branch spills: 726 us for 458.
+        lazy=early and num_rows > 16 and not large and not max_logits,
     )
 
 
-def choose_tile(num_rows: int, fp8: bool, fold: bool, large: bool, prefill: bool) -> Tile:
+def choose_tile(num_rows: int, fp8: bool, large: bool, prefill: bool) -> Tile:
     """The tile for ``num_rows`` query rows that share keys, over FP8 or bfloat16 rows.
 
-    ``fold``: see ``Options``. ``large``: a CTA may have more than 144 KiB of shared memory.
-    ``prefill``: many groups of rows hide each other's latencies, and fewer warps pass fewer
-    barriers.
+    ``large``: a CTA may have more than 144 KiB of shared memory. ``prefill``: many groups of rows
+    hide each other's latencies, and fewer warps pass fewer barriers.
     """
     if num_rows <= 16:
         if prefill:
@@ -989,8 +884,7 @@ def choose_tile(num_rows: int, fp8: bool, fold: bool, large: bool, prefill: bool
     if num_rows <= 32:
         return Tile(32, 16, 4, 4, 2)
     if fp8:
-        slices = 4 if fold else 2
-        return Tile(64, 32, slices, 8, 1) if large else Tile(64, 16, slices, 8, 2)
+        return Tile(64, 32, 2, 8, 1) if large else Tile(64, 16, 2, 8, 2)
     return Tile(64, 32 if large else 16, 4, 8, 2)
 
 
@@ -1015,11 +909,10 @@ def launch(
     if extra_cache is not None and extra is not None:
         extra_rows, extra_layout = cache_arguments(extra_cache)
     device = queries.q.device
-    options = choose_options(
-        cache.format, shape.num_rows, prefill, paged, results.max_logits is not None
-    )
-    fp8 = layout.fp8_dim > 0
-    tile = choose_tile(shape.num_rows, fp8, options.fold, has_large_tiles(device), prefill)
+    large = has_large_tiles(device)
+    max_logits = results.max_logits is not None
+    options = choose_options(cache.format, shape.num_rows, large, prefill, paged, max_logits)
+    tile = choose_tile(shape.num_rows, layout.fp8_dim > 0, large, prefill)
     num_tiles = cdiv(shape.num_rows, tile.block_m)
     _attend[(num_groups * shape.num_splits * num_tiles,)](
         queries,
