@@ -399,6 +399,12 @@ def test_every_size_of_the_decode_step() -> None:
         for row in rows("h200")
         if row.op == "decode_step" and row.ratio is not None
     }
+    newer = {
+        tuple(row.shape[name] for name in ("heads", "batch", "indexer", "context"))
+        for row in rows("h200")
+        if row.op == "decode_step" and row.commit[:7] == "bd61e79"
+    }
+    assert newer == {*((128, n, 1, 32768) for n in (1, 16, 128)), (16, 128, 1, 32768)}
     heads, used = 0, set()
     for named, batch, *figures in shown:
         heads = int(named or heads)

@@ -110,12 +110,6 @@ def both_lists(**shape: int) -> list[report.Row]:
     ]
 
 
-def few_heads() -> str:
-    """The same for both kinds of lists."""
-    (ratio,) = {f"{row.ratio:.2f}" for row in both_lists(heads=16)}
-    return ratio
-
-
 def shared_lists() -> str:
     peer = "FlashMLA"
     return listed(
@@ -160,8 +154,8 @@ def two_caches(device: str, peer: str, heads: int, batch: int | None = None) -> 
     return found(device, "sparse_decode", peer, "extra_context", **shape)
 
 
-def beside_fa3() -> list[report.Row]:
-    return found("h100", "sparse_decode", "FA3", "bf16_576v512")
+def beside_fa3(device: str = "h100", **shape: int) -> list[report.Row]:
+    return found(device, "sparse_decode", "FA3", "bf16_576v512", **shape)
 
 
 def glm_decodes(cache: str) -> str:
@@ -209,9 +203,36 @@ def decode_of(batch: int, heads: int, peer: str = "FlashMLA") -> list[report.Row
     return found("h200", "sparse_decode", peer, batch=batch, heads=heads, topk=2048)
 
 
-def floors(mark: str) -> str:
-    many, few = (one("h200", "sparse_decode", None, mark, heads=heads) for heads in (128, 16))
+def decodes_beside_sgl(heads: int, *batches: int) -> list[report.Row]:
+    return [row for batch in batches for row in decode_of(batch, heads, "sgl_flash_mla")]
+
+
+def floors(many: report.Row, few: report.Row) -> str:
     return f"{share(many)} and {share(few)}%"
+
+
+def of_mark(mark: str, heads: int, peer: str | None = None) -> report.Row:
+    return one("h200", "sparse_decode", peer, mark, heads=heads, batch=128)
+
+
+def matmul(row: report.Row) -> str:
+    """The TFLOP/s of a matmul in the run of a row that MMAs bind."""
+    return f"{row.tflops * row.ours_us / row.floor_us:.0f}"
+
+
+def of_bfloat16() -> str:
+    """The row of 128 heads is bound by MMAs; the other one by bytes, in an earlier run."""
+    many = of_mark("bf16_576v512", 128, "FA3")
+    return (
+        f"{floors(many, of_mark('bf16_576v512', 16))} ({share(many)}: {many.tflops:.0f} TFLOP/s, "
+        f"where a matmul reached {matmul(many)})"
+    )
+
+
+def matmul_and_commit(context: int) -> str:
+    shape = {"heads": 128, "head_dim": 576, "context": context}
+    row = one("h200", "sparse_prefill", "FlashMLA", **shape)
+    return f"{matmul(row)} TFLOP/s at {row.commit[:7]}"
 
 
 def dense_decode() -> str:
@@ -281,11 +302,70 @@ def decoded_topk(device: str) -> list[str]:
     return [f"{ratio:.2f}" for size in sizes for ratio in indexed(device, *size)]
 
 
-def sizes_of_decoded_topk() -> str:
-    names = ("128 x 32K", "8 x 128K", "1 x 1M")
-    return ", ".join(
-        f"{ratio} at {name}" for ratio, name in zip(decoded_topk("h200"), names, strict=True)
+def beside_persistent() -> str:
+    """8 decodes over 131072 keys, beside the fastest selection but one."""
+    (row,) = (
+        row
+        for row in rows("h200")
+        if row.case == "batch 8, query_len 1, context 131072, topk 2048"
+        and row.peer == "DeepGEMM + persistent_topk"
     )
+    return f"{row.ratio:.2f}"
+
+
+def sizes_of_decoded_topk() -> str:
+    many, few, single = decoded_topk("h200")
+    return (
+        f"{many} at 128 x 32K, {few} at 8 x 128K ({beside_persistent()} without "
+        f"`cooperative_topk`), {single} at 1 x 1M"
+    )
+
+
+def whole_keys(device: str) -> dict[tuple[int, int, int], report.Row]:
+    """Rows of `indexer_topk` with 2048 keys, not pooled, beside the fastest of others."""
+    fastest: dict[tuple[int, int, int], report.Row] = {}
+    for row in rows(device):
+        if row.op == "indexer_topk" and row.shape["topk"] == 2048 and "keys of" not in row.case:
+            size = tuple(row.shape[name] for name in ("batch", "query_len", "context"))
+            fastest[size] = min(fastest.get(size, row), row, key=lambda each: each.peer_us)
+    return fastest
+
+
+def mebibyte(row: report.Row) -> float:
+    return float(row.note.removesuffix(" MiB of memory"))
+
+
+def mebibytes(device: str, *, decode: bool) -> list[float]:
+    found = whole_keys(device).items()
+    return [mebibyte(row) for (_, tokens, _), row in found if (tokens == 1) == decode]
+
+
+def recorded(device: str, context: int) -> float:
+    """Of a prefill of 4096 tokens whose call was recorded."""
+    return mebibyte(whole_keys(device)[1, 4096, context])
+
+
+def table_of_topk() -> list[str]:
+    sizes = {
+        "4096, a prefill | 32768": (1, 4096, 32768),
+        "4096, a prefill | 131072": (1, 4096, 131072),
+        "128 decodes | 32768": (128, 1, 32768),
+        "8 decodes | 131072": (8, 1, 131072),
+        "one decode | a million": (1, 1, 1 << 20),
+    }
+    fastest = whole_keys("h200")
+    assert {size for size, row in fastest.items() if row.commit[:7] == "a0a447d"} == {
+        (1, 4096, 131072),
+        (1, 512, 1 << 20),
+    }
+    return [
+        f"| {name} | {fastest[size].ours_us:.0f} | {fastest[size].ratio:.2f} |"
+        for name, size in sizes.items()
+    ]
+
+
+def spanned(found: list[float]) -> str:
+    return f"{min(found):.0f} to {max(found):.0f}"
 
 
 def writes(tokens: int) -> list[report.Row]:
@@ -316,12 +396,18 @@ def compressed_steps() -> str:
     return span([row for row in rows("h200") if row.op == "compressed_decode_step" and row.ratio])
 
 
+def is_remeasured(row: report.Row) -> bool:
+    """Whether a row is of DeepSeek-V4's ops in the run with SGLang's kernels."""
+    marks = "extra_context", "keys of 4 tokens"
+    return row.commit[:7] == "bd61e79" and any(mark in row.case for mark in marks)
+
+
 def compressed_ops() -> str:
     """Beside the fastest peer of each size that vLLM takes, or that SGLang has."""
     fastest: dict[tuple[str, str, str], report.Row] = {}
     for row in rows("h200"):
         if (
-            row.commit[:7] == "8900f77"
+            (row.commit[:7] == "8900f77" or is_remeasured(row))
             and row.op != "compressed_decode_step"
             and row.peer is not None
             and not row.peer.startswith("sparsemla")
@@ -347,11 +433,11 @@ def host_span(name: str, kernels: int | None = None) -> str:
     return f"{min(times):.0f} to {max(times):.0f}"
 
 
-def commits(device: str, op: str, peer: str | None = None) -> str:
+def commits(device: str, op: str, peer: str | None = None, mark: str = "") -> str:
     (commit,) = {
         row.commit[:7]
         for row in rows(device)
-        if row.op == op and row.peer is not None and peer in (None, row.peer)
+        if row.op == op and row.peer is not None and peer in (None, row.peer) and mark in row.case
     }
     return commit
 
@@ -451,11 +537,12 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "512 dims: 1.10; 16 heads 1.5 | {}; {}; {} of FlashMLA with heads padded to 64",
+        "16 heads 1.5 | random and overlapping selections {}; {}; {} of FlashMLA with heads padded "
+        "to 64",
         [
-            lambda: span(both_lists(heads=64, head_dim=576)),
+            lambda: listed(both_lists(heads=64, head_dim=576)),
             lambda: span(both_lists(head_dim=512)),
-            few_heads,
+            lambda: listed(both_lists(heads=16)),
         ],
     ),
     (GOALS, "share: 2 of FlashMLA with padded heads | | {} |", [shared_lists]),
@@ -475,10 +562,23 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "256 requests: 1.25 | | {} with 64 heads; {} with 128 |",
-        [lambda: beside_sgl(64), lambda: beside_sgl(128)],
+        "256 requests: 1.25 | 16 and 128 requests: {} with 64 heads; {} with 128; one request "
+        "{} and {} | {} with 64 heads; {} with 128 |",
+        [
+            *(
+                lambda heads=heads: listed(decodes_beside_sgl(heads, 16, 128))
+                for heads in (64, 128)
+            ),
+            *(lambda heads=heads: listed(decodes_beside_sgl(heads, 1)) for heads in (64, 128)),
+            lambda: beside_sgl(64),
+            lambda: beside_sgl(128),
+        ],
     ),
-    (GOALS, "1 to 128 requests: 1.2 | | {} |", [lambda: span(beside_fa3())]),
+    (
+        GOALS,
+        "1 to 128 requests: 1.2 | {} | {} |",
+        [lambda: span(beside_fa3("h200")), lambda: span(beside_fa3())],
+    ),
     (
         GOALS,
         "prefill from an FP8 cache: 1.05; 256 tokens 1.3 | {}; {} |",
@@ -486,12 +586,14 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "batch 128: 1.35; 64 heads 1.5; 16 and 32 heads 2 | {}; {}; {} and {} |",
+        "batch 128: 1.35; 64 heads 1.5; 16 and 32 heads 2 | {}; {}; {} and {} (16 heads {} of "
+        "sgl_flash_mla) |",
         [
             lambda: span(decode_of(128, 128)),
             lambda: span(decode_of(128, 64)),
             lambda: listed(decode_of(128, 16)),
             lambda: listed(decode_of(128, 32)),
+            lambda: listed(decodes_beside_sgl(16, 128)),
         ],
     ),
     (
@@ -501,19 +603,25 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
-        "a second stream: 1.2 of FlashMLA | {}; 64 heads {} | beside sgl_flash_mla {}, "
-        "64 heads {} |",
+        "a second stream: 1.2 of FlashMLA | {}; 64 heads {}; beside sgl_flash_mla {}, 64 heads {} "
+        "| beside sgl_flash_mla {}, 64 heads {} |",
         [
             lambda: listed(two_caches("h200", "FlashMLA", 128, 128)),
             lambda: listed(two_caches("h200", "FlashMLA", 64, 128)),
-            lambda: span(two_caches("h100", "sgl_flash_mla", 128)),
-            lambda: span(two_caches("h100", "sgl_flash_mla", 64)),
+            *(
+                lambda device=device, heads=heads: span(two_caches(device, "sgl_flash_mla", heads))
+                for device in ("h200", "h100")
+                for heads in (128, 64)
+            ),
         ],
     ),
     (
         GOALS,
         "separate scales: 60% of the floor | {}; {} |",
-        [lambda: floors("bf16_576v512"), lambda: floors("e4m3_576v512b128")],
+        [
+            of_bfloat16,
+            lambda: floors(*(of_mark("e4m3_576v512b128", heads) for heads in (128, 16))),
+        ],
     ),
     (GOALS, "16 heads 3900 GB/s | {} |", [dense_decode]),
     (
@@ -548,10 +656,17 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     (GOALS, "four {} |", [lambda: slow_selections("h100")]),
     (
         GOALS,
-        "256 MiB | {}; {}; 4 to 231 MiB (at 128K 214) | {} |",
+        "256 MiB | {}; {}; decodes {} MiB, a first prefill {}, recorded prefills hold all chunks' "
+        "memory at once: {} at 32K, on an H100 {} at 128K | {} |",
         [
             lambda: ends(indexed("h200", 1)),
             sizes_of_decoded_topk,
+            lambda: spanned(mebibytes("h200", decode=True)),
+            lambda: spanned(
+                [n for n in mebibytes("h200", decode=False) if n != recorded("h200", 32768)]
+            ),
+            lambda: f"{recorded('h200', 32768):.0f}",
+            lambda: f"{recorded('h100', 131072):.0f}",
             lambda: joined(decoded_topk("h100")),
         ],
     ),
@@ -637,6 +752,20 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         GOALS,
+        "| GLM-5.3-Flash, after 983 cases | {} |",
+        [lambda: commits("h200", "sparse_decode", "FA3", "bf16_512v512")],
+    ),
+    (
+        GOALS,
+        "| {} workloads of the first two lines, some of them beside sgl_flash_mla, FA3 and "
+        "SGLang's Triton | {} |",
+        [
+            lambda: str(len({r.workload for r in rows("h200") if r.commit[:7] == "bd61e79"})),
+            lambda: commits("h200", "sparse_decode", "FA3", "bf16_576v512"),
+        ],
+    ),
+    (
+        GOALS,
         "`pool_windows` is of {}, and gradients beside TileLang are of {}.",
         [
             lambda: commits("h100", "pool_windows"),
@@ -673,6 +802,37 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
             lambda: str(len(beside_fa3())),
             lambda: span(beside_fa3()),
         ],
+    ),
+    (
+        "docs/performance-method.md",
+        "on the H200 a bfloat16 matmul reached {} and {}.",
+        [lambda: matmul_and_commit(8192), lambda: matmul_and_commit(32768)],
+    ),
+    (
+        "docs/kernels/attention-bf16.md",
+        "On an H200 ({}) {} sizes have {}, those of 32 requests {}.",
+        [
+            lambda: commits("h200", "sparse_decode", "FA3", "bf16_576v512"),
+            lambda: str(len(beside_fa3("h200"))),
+            lambda: span(beside_fa3("h200")),
+            lambda: span(beside_fa3("h200", batch=32)),
+        ],
+    ),
+    (
+        FEW_KEYS,
+        "On an H200 they have {}, over 656 bytes {} ({}; two caches",
+        [
+            lambda: span(two_caches("h200", "sgl_flash_mla", 128)),
+            lambda: span(decodes_beside_sgl(128, 1, 16, 128)),
+            lambda: decodes_beside_sgl(128, 1)[0].commit[:7],
+        ],
+    ),
+    (
+        "docs/kernels/indexer.md",
+        "(bd61e79; 131072 keys of a prefill a0a447d): | tokens | keys | us | ratio | "
+        "|---|---|---|---| {} The fastest selection of 8 decodes is `cooperative_topk`; beside "
+        "`persistent_topk` they have {}.",
+        [lambda: " ".join(table_of_topk()), beside_persistent],
     ),
     (
         "docs/kernels/attention-bf16.md",
