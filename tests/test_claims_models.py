@@ -1194,3 +1194,58 @@ def test_the_models_of_engines() -> None:
         assert refused[architecture] == OWN_ATTENTION[architecture]
     for architecture in base(OWN_INDEXER.keys() - OWN_ATTENTION.keys()):
         assert [architecture, "vLLM, `sparsemla_indexer", OWN_INDEXER[architecture]] in table
+
+
+def test_rows_on_the_host() -> None:
+    found, text = file("host-rows-h200.json"), page("docs/long-contexts-evidence.md")
+    of = {(row["context"], row["process"], row["batch"]): row for row in found["rows"]}
+    for name, process in (("of a trained model", "trace"), ("random walk, 85% kept", "walk 0.85")):
+        for batch in (1, 8, 16):
+            row = of[131072, process, batch]
+            times = f"{row['resident_us']:.0f} | {row['host_us']:.0f}"
+            ratio = row["host_us"] / row["resident_us"]
+            line = f"| {name} | {batch} | {row['misses']:.0%} | {times} | {ratio:.1f} |"
+            assert line in text
+    one, eight = (of[1 << 20, "walk 0.85", batch] for batch in (1, 8))
+    assert (
+        f"one request takes {one['host_us']:.0f} us for {one['resident_us']:.0f}, eight take "
+        f"{eight['host_us']:.0f} for {eight['resident_us']:.0f}."
+    ) in text
+    for context, name in ((131072, "128K"), (1 << 20, "1M")):
+        both = [
+            f"{row['resident_ms']:.1f} | {row['host_ms']:.1f} | "
+            f"{row['resident_ms'] / row['host_ms']:.2f}"
+            for row in sorted(found["prefills"], key=lambda row: row["selects"])
+            if row["context"] == context
+        ]
+        assert f"| {name} | {' | '.join(both)} |" in text
+
+
+def test_gradients_and_steps_beside_other_kernels() -> None:
+    found = file("gradients-h200.json")
+    text = page("docs/kernels/attention-backward.md")
+    cases: dict[str, dict[str, float]] = {}
+    for row in found["gradients"]:
+        cases.setdefault(row["case"], {})[row["side"]] = row["us"] / 1e3
+    for case, ms in cases.items():
+        ours, two, gym = (ms.get(side) for side in ("ours", "ours, lists of 2", "attention-gym"))
+        assert ours is not None
+        assert abs(ms["ours, any order"] / ours - 1) < 0.01
+        assert gym is None or 94 <= round(gym) <= 98
+        cells = [f"{ours:.1f}", f"{two:.1f}" if two else ""]
+        for side in ("cuDNN", "TileLang"):
+            cells += [f"{ms[side]:.1f}", f"{ms[side] / ours:.2f}"] if side in ms else ["", ""]
+        line = " | ".join([case, *cells])
+        assert f"| {line} |".replace("|  ", "| ").replace("|  ", "| ") in text
+    text = page(TRAINED)
+    steps = {(row["case"], row["side"]): row for row in found["steps"] if "ms" in row}
+    for (case, side), row in steps.items():
+        if side != "ours":
+            continue
+        heads, _, tokens = (int(part) for part in re.findall(r"(\d+) ", case))
+        other = steps[case, "cuDNN"]
+        both = (f"{one['ms']:.1f} | {one['peak_gib']:.1f}" for one in (row, other))
+        ratio = f"{other['ms'] / row['ms']:.2f}"
+        parts = ", ".join(f"{ms:.1f}" for ms in row["parts_ms"].values())
+        line = " | ".join([f"{heads}, {tokens // 1024}K", *both, ratio, parts])
+        assert f"| {line} |" in text
