@@ -69,8 +69,12 @@ def ampere(name: str, file: str, old: str, new: str, *ops: str) -> Mutant:
     return Mutant(name, file, old, new, " ".join(f"--op {op}" for op in ops), gpu="sm_80")
 
 
+AMPERE_ATTENTION = "attention/sm80.py"
+ONE_TILE = "attention/sm80_one_tile.py"
+
 # Few tests each, as the interpreter is slow.
 DECODE = "tests/test_tiers.py -k portable_kernels and sparse_decode-fp8_584"
+CLIMBING = "tests/test_sm80_attention.py -k rise_by and sm_89"
 TILES_OF_KEYS = "tests/test_tiers.py -k portable_kernels and sparse_decode-1024"
 OWN_LENGTHS = "tests/test_tiers.py -k portable_kernels and sparse_decode-2 and each and extra"
 CAUSAL = "tests/test_tiers.py -k portable_kernels and dense_decode-3 and causal and fp8_584"
@@ -113,6 +117,13 @@ INDEX_DENSE = "tests/test_triton_losses.py -k loss_alone and causal"
 GDC_WAIT = "    gdc_wait()  # the prologue above reads nothing that an earlier kernel writes\n"
 
 CPU_MUTANTS = (
+    portable(
+        "O is never rescaled where few maxima rise",
+        AMPERE_ATTENTION,
+        "if rose != 0:",
+        "if rose < 0:",
+        CLIMBING,
+    ),
     portable(
         "keys past the end of a selection count",
         "attention/triton/tiles.py",
@@ -797,8 +808,6 @@ FEW_HEADS_FP8 = "attention/sm90/fp8_few_heads.py"
 SWAP_AB = "attention/sm90/swap_ab.py"
 INDEXER = "indexer/sm90.py"
 INDEXER_GROUPS = "indexer/groups.py"
-AMPERE_ATTENTION = "attention/sm80.py"
-ONE_TILE = "attention/sm80_one_tile.py"
 AMPERE_INDEXER = "indexer/sm80.py"
 AMPERE_PROJECTION = "projection/sm80.py"
 
@@ -1388,13 +1397,6 @@ AMPERE_MUTANTS = (
         AMPERE_ATTENTION,
         "return acc * alpha_shared.load(O_ROW)[None, :, None]",
         "return acc * (alpha_shared.load(O_ROW) * 0 + 1)[None, :, None]",
-        "sparse_decode",
-    ),
-    ampere(
-        "O is never rescaled where few maxima rise",
-        AMPERE_ATTENTION,
-        "if rose != 0:",
-        "if rose < 0:",
         "sparse_decode",
     ),
     ampere(

@@ -1,5 +1,6 @@
 """Hard values for attention with Ampere's instructions, in the interpreter; no GPU is needed."""
 
+import importlib
 import math
 
 import pytest
@@ -10,7 +11,6 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from sparsemla import FP8_DS_MLA, PagedCache, reference
-from sparsemla.kernels.attention import sm80
 from sparsemla.kernels.attention.arguments import SparseDecode, Splits
 from sparsemla_lab.testing.interpreter import acting_as
 
@@ -19,6 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 
+sm80 = importlib.import_module("sparsemla.kernels.attention.sm80")  # itself, to be patched
 NUM_ROWS = 256
 NAN = 0xFF
 
@@ -34,6 +35,13 @@ def random_cache():
     rows[:, 512:528] = scales.view(torch.uint8)
     rows[:, 528:] = torch.zeros(NUM_ROWS, 64, dtype=torch.bfloat16).view(torch.uint8)
     return cache, rows
+
+
+@pytest.fixture(params=["sm_80", "sm_89"], autouse=True)
+def gpu(request, monkeypatch):
+    """A GPU with 163 KiB of shared memory, and one with 99 that knows e4m3."""
+    monkeypatch.setattr(sm80, "has_large_tiles", lambda device: request.param == "sm_80")
+    monkeypatch.setattr(sm80, "has_fp8", lambda device: request.param == "sm_89")
 
 
 def attend(q, cache, topk_indices):
