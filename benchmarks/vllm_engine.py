@@ -20,9 +20,10 @@ modes a GLM-5.2 selects in some layers only. ``records`` writes the selections o
 which are compared with those of transformers' model over the same tokens.
 
 Modes with ``tp2`` share the heads between two GPUs, those with ``tp2 rows`` also the rows of all
-prefills in the indexer, those with ``dcp2`` the contexts, too, and those with ``pcp2`` the tokens
-of prefills. They are compared with modes of one GPU. Where there are fewer GPUs, they are left out,
-with a line, and those with ``dcp2`` also where NCCL is older than 2.29.7.
+prefills in the indexer, those with ``dcp2`` the contexts, too, those with ``pcp2`` the tokens of
+prefills, and those with ``pp2`` the layers. They are compared with modes of one GPU. Where there
+are fewer GPUs, they are left out, with a line, and those with ``dcp2`` also where NCCL is older
+than 2.29.7.
 
 Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python benchmarks/vllm_engine.py``,
 on two GPUs with ``--gpus 2`` for the modes that need both.
@@ -42,6 +43,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import faulthandler
 import json
 import math
 import os
@@ -83,6 +85,7 @@ class Mode:
         gpus: that share the heads.
         dcp: of them, those that share each context.
         pcp: of the GPUs, those that divide the tokens of prefills; they do not share heads.
+        pp: of the GPUs, those that divide the layers; they do not share heads.
         interleave: consecutive tokens of a context that one of these keeps.
         divides: the GPUs divide the indexer's rows in every prefill, not in long ones only.
         records: selections are recorded.
@@ -104,6 +107,7 @@ class Mode:
     gpus: int = 1
     dcp: int = 1
     pcp: int = 1
+    pp: int = 1
     interleave: int = 1
     divides: bool = False
     records: bool = False
@@ -121,6 +125,7 @@ GLM: dict[str, Any] = {"model": "glm5_next"}
 TP2: dict[str, Any] = {"gpus": 2}
 DCP2: dict[str, Any] = {"gpus": 2, "dcp": 2}
 PCP2: dict[str, Any] = {"gpus": 2, "pcp": 2}
+PP2: dict[str, Any] = {"gpus": 2, "pp": 2}
 HISPARSE: dict[str, Any] = {
     "kv_transfer_config": {
         "kv_connector": "HiSparseConnector",
@@ -149,7 +154,12 @@ NGRAM: dict[str, Any] = {
 }
 MTP: dict[str, Any] = {"method": "mtp", "attention_backend": "CUSTOM"}
 EAGLE: dict[str, Any] = {
-    "speculative_config": {"method": "eagle", "model": "eagle", "num_speculative_tokens": 2}
+    "speculative_config": {
+        "method": "eagle",
+        "model": "eagle",
+        "num_speculative_tokens": 2,
+        "attention_backend": "TRITON_MLA",  # its layer is dense
+    }
 }
 # DeepGEMM would compile a kernel for most shapes and sizes of steps.
 FP8: dict[str, Any] = {"weights": "fp8", "more": {"linear_backend": "triton"}}
@@ -235,6 +245,8 @@ MODES = {
     "both, bf16, graphs, tp2": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **TP2),
     "both, pcp2": Mode(BOTH, "CUSTOM", **PCP2),
     "both, graphs, pcp2": Mode(BOTH, "CUSTOM", graphs=True, **PCP2),
+    "both, pp2": Mode(BOTH, "CUSTOM", **PP2),
+    "both, graphs, pp2": Mode(BOTH, "CUSTOM", graphs=True, **PP2),
     "vllm, dcp2": Mode("", "FLASHMLA_SPARSE", **DCP2),
     "attention, dcp2": Mode("sparsemla", "CUSTOM", **DCP2),
     "both, dcp2": Mode(BOTH, "CUSTOM", **DCP2),
@@ -284,6 +296,8 @@ PAIRS = (
     ("both, host, dcp2", "both, graphs, dcp2"),
     ("both, pcp2", "both"),
     ("both, graphs, pcp2", "both, graphs"),
+    ("both, pp2", "both"),
+    ("both, graphs, pp2", "both, graphs"),
     ("both, bf16, hisparse", "both, bf16, graphs"),
     ("both, prefixes", "both, graphs"),
     ("both, ngram", "both, graphs"),
@@ -639,7 +653,8 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
         "enable_prefix_caching": False,
         # It times kernels at many sizes, for which a comparison of tokens need not wait.
         "enable_flashinfer_autotune": False,
-        "tensor_parallel_size": mode.gpus // mode.pcp,
+        "tensor_parallel_size": mode.gpus // (mode.pcp * mode.pp),
+        "pipeline_parallel_size": mode.pp,
         "prefill_context_parallel_size": mode.pcp,
         "decode_context_parallel_size": mode.dcp,
         "cp_kv_cache_interleave_size": mode.interleave,
@@ -973,6 +988,7 @@ def describe(name: str, folder: Path) -> None:
             f"{name}: recorded lists share at least {min(report['shared']):.4f} of their entries "
             "with those of transformers' model, on average over an answer in a layer\n"
         )
+    sys.stdout.flush()
 
 
 def compare(name: str, base: str, folder: Path) -> bool:
@@ -991,24 +1007,58 @@ def compare(name: str, base: str, folder: Path) -> bool:
 
 
 def serve_apart(
-    command: Sequence[str], names: Collection[str], folder: Path, at_once: int, limit: float
+    command: Sequence[str],
+    names: Sequence[str],
+    folder: Path,
+    at_once: int,
+    limit: float,
+    total: float = math.inf,
+    present: int = 1,
 ) -> set[str]:
-    """Serve each of these by a process of its own; the names of those that wrote a result."""
+    """Serve each of these by a process of its own, and tell of each as it ends.
+
+    Args:
+        command: of this program.
+        names: of the modes, in the order in which they start.
+        folder: for results and logs.
+        at_once: modes that are served at once.
+        limit: seconds for a mode.
+        total: seconds for all; a mode that has less than a tenth of ``limit`` is left out.
+        present: number of GPUs, over which modes of one GPU are spread.
+
+    Returns:
+        The names of those that wrote a result.
+    """
+    end = time.monotonic() + total
+    single = [name for name in names if MODES[name].gpus == 1]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(present))))
+    devices = visible.split(",")
 
     def run(name: str) -> None:
         (folder / f"{name}.json").unlink(missing_ok=True)
+        left = min(limit, end - time.monotonic())
+        if left < limit / 10:
+            sys.stdout.write(f"{name}: left out, {max(left, 0):.0f} s are left\n")
+            return
         path = folder / f"{name}.log"
-        whole = [*command, "--folder", str(folder), "--serve", name]
+        whole = [*command, "--folder", str(folder), "--limit", f"{left:g}", "--serve", name]
+        environment = dict(os.environ)
+        if name in single and present > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = devices[single.index(name) % len(devices)]
         try:
             with path.open("w") as log:
-                done = subprocess.run(whole, stdout=log, stderr=log, check=False, timeout=limit)
+                done = subprocess.run(
+                    whole, stdout=log, stderr=log, check=False, timeout=left, env=environment
+                )
             if done.returncode == 0:
+                describe(name, folder)
                 return
             failed = f"failed with code {done.returncode}"
         except subprocess.TimeoutExpired:
-            failed = f"did not end in {limit:g} s"
+            failed = f"did not end in {left:.0f} s"
         last = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
         sys.stdout.write(f"{name}: {failed}; the end of {path}:\n{last}\n")
+        sys.stdout.flush()
 
     with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(run, names))
@@ -1030,7 +1080,7 @@ def select_modes(
         gpus: only modes of so many GPUs, and those that they are compared with; None for all.
         present: number of GPUs here.
         nccl: version of NCCL here.
-        only: these modes, and those that they are compared with; None for all.
+        only: these modes in this order, each behind those that it is compared with; None for all.
         acting_as: only modes as this older GPU, and those that they are compared with; None for
             all others.
     """
@@ -1040,9 +1090,10 @@ def select_modes(
         chosen = {name for name in chosen if modes[name].gpus == gpus}
     if gpus is not None or acting_as is not None:
         chosen |= {base for name, base in PAIRS if name in chosen}
-    if only is not None:
-        chosen = {*only} | {base for name, base in PAIRS if name in only}
     modes = {name: mode for name, mode in modes.items() if name in chosen}
+    if only is not None:
+        bases = {each: [base for name, base in PAIRS if name == each] for each in only}
+        modes = {name: MODES[name] for each in only for name in (*bases[each], each)}
     served = []
     for name, mode in modes.items():
         if mode.gpus > present:
@@ -1056,13 +1107,18 @@ def select_modes(
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that vLLM loads; PyTorch's, unless a variable names another one."""
+    """The version of the NCCL that vLLM loads; PyTorch's, unless a variable names another one.
+
+    One that has the function that vLLM's binding lacks in older ones counts as :data:`NCCL`.
+    """
     path = os.environ.get("VLLM_NCCL_SO_PATH")
     if path is None:
         return torch.cuda.nccl.version()[:3]
     code = ctypes.c_int()
-    ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
-    return code.value // 10000, code.value // 100 % 100, code.value % 100
+    library = ctypes.CDLL(path)
+    library.ncclGetVersion(ctypes.byref(code))
+    version = code.value // 10000, code.value // 100 % 100, code.value % 100
+    return max(version, NCCL) if hasattr(library, "ncclCommSuspend") else version
 
 
 def main() -> int:
@@ -1081,9 +1137,12 @@ def main() -> int:
     )
     parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a mode")
+    parser.add_argument("--total", type=float, default=math.inf, help="seconds for all modes")
     arguments = parser.parse_args()
     folder, model = arguments.folder, arguments.folder / "model"
     if arguments.serve:
+        # Where it hangs, its log ends with what each thread was doing.
+        faulthandler.dump_traceback_later(0.95 * arguments.limit)
         mode = MODES[arguments.serve]
         mode = replace(mode, portable=mode.portable or arguments.portable)
         serve(mode, model, folder / f"{arguments.serve}.json")
@@ -1097,9 +1156,8 @@ def main() -> int:
         if any(name in checkpoints_of(MODES[mode]) for mode in modes):
             make(model, folder / name)
     command = [sys.executable, __file__, *(["--portable"] if arguments.portable else [])]
-    served = serve_apart(command, modes, folder, arguments.at_once, arguments.limit)
-    for name in sorted(served):
-        describe(name, folder)
+    limits = arguments.limit, arguments.total
+    served = serve_apart(command, modes, folder, arguments.at_once, *limits, present)
     equal = [compare(name, base, folder) for name, base in PAIRS if {name, base} <= served]
     return int(served != set(modes) or not all(equal))
 

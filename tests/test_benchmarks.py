@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
@@ -92,7 +94,7 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     assert select_modes("deepseek_v32", None, 1, ()) == one
     lines = capsys.readouterr().out.splitlines()
     assert "both, dcp2: left out, needs 2 GPUs and finds 1" in lines
-    assert len(lines) == 16
+    assert len(lines) == 18
     old = select_modes("deepseek_v32", 2, 2, (2, 28, 9))
     line = "both, dcp2: left out, needs NCCL 2.29.7 and finds 2.28.9"
     assert line in capsys.readouterr().out.splitlines()
@@ -106,6 +108,9 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     assert select_modes("deepseek_v4", 2, 2, ()) == four
     only = ["both, hisparse", "both, ngram"]
     assert select_modes("deepseek_v32", None, 1, (), only) == ["both, graphs", *only]
+    only.reverse()
+    first = ["both, graphs", "both, ngram", "both, hisparse"]
+    assert select_modes("deepseek_v32", None, 1, (), only) == first
     older = select_modes("deepseek_v32", None, 1, (), acting_as="sm_80")
     weights = ["weights fp8", "weights int4"]
     assert older == [
@@ -118,6 +123,38 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     older = select_modes("deepseek_v4", None, 1, (), acting_as="sm_89")
     assert older == ["v4", "v4, as sm_89", "v4, as sm_89, graphs"]
     assert capsys.readouterr().out == ""
+
+
+def test_modes_are_spread_over_gpus_in_their_order_while_time_is_left(
+    tmp_path, capsys, monkeypatch
+):
+    from vllm_engine import serve_apart
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, pathlib, sys, time\n"
+        "folder, _, limit, _, name = sys.argv[2:]\n"
+        "gpus = os.environ.get('CUDA_VISIBLE_DEVICES', 'all')\n"
+        "if name == 'both, async':\n"
+        "    sys.exit('broken')\n"
+        "if name == 'both, reload':\n"
+        "    time.sleep(60)\n"
+        "report = {'seconds': [0, 0], 'classes': [gpus], 'compiled': [], 'loaded': []}\n"
+        "report |= {'drafts': {}, 'shared': []}\n"
+        "pathlib.Path(folder, name + '.json').write_text(json.dumps(report))\n"
+    )
+    names = ["both", "both, tp2", "both, graphs", "both, ngram", "both, async", "both, reload"]
+    names.append("vllm")
+    served = serve_apart([sys.executable, str(program)], names, tmp_path, 1, 6, 6, 2)
+    assert served == {*names[:4]}
+    out = capsys.readouterr().out
+    places = dict(re.findall(r"(?m)^(.*): ready after .* classes: (.*)$", out))
+    assert places == {"both": "0", "both, tp2": "all", "both, graphs": "1", "both, ngram": "0"}
+    assert "both, async: failed with code 1" in out
+    assert "broken" in out
+    assert re.search("both, reload: did not end in [3-6] s", out)
+    assert "vllm: left out, 0 s are left" in out
 
 
 def measured(rank, device):

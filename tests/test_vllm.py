@@ -2301,6 +2301,7 @@ for name, mode in MODES.items():
             name,
             parallel.distributed_executor_backend,
             parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
             parallel.decode_context_parallel_size,
             parallel.cp_kv_cache_interleave_size,
             refused,
@@ -2321,11 +2322,12 @@ def test_vllm_accepts_the_modes_of_the_example(run_code, tmp_path):
     status, out, err = run_code(ENGINES.format(str(folder)), "sparsemla,sparsemla_indexer")
     assert status == 0, err
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-    assert len(lines) == 38
+    assert len(lines) == 40
     for name, *rest in lines:
         interleave = 64 if "in pages" in name else 1
-        several = re.search(r"\b(tp|dcp|pcp)2", name)
-        ranks = ["mp", 1 if "pcp2" in name else 2] if several else ["uni", 1]
+        several = re.search(r"\b(tp|dcp|pcp|pp)2", name)
+        heads = 1 if re.search(r"\bpc?p2", name) or not several else 2
+        ranks = ["mp" if several else "uni", heads, 2 if "pp2" in name.split(", ") else 1]
         assert rest == [*ranks, 2 if "dcp2" in name else 1, interleave, []], name
 
 
