@@ -1107,18 +1107,13 @@ def select_modes(
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that vLLM loads; PyTorch's, unless a variable names another one.
-
-    One that has the function that vLLM's binding lacks in older ones counts as :data:`NCCL`.
-    """
+    """The version of the NCCL that vLLM loads; PyTorch's, unless a variable names another one."""
     path = os.environ.get("VLLM_NCCL_SO_PATH")
     if path is None:
         return torch.cuda.nccl.version()[:3]
     code = ctypes.c_int()
-    library = ctypes.CDLL(path)
-    library.ncclGetVersion(ctypes.byref(code))
-    version = code.value // 10000, code.value // 100 % 100, code.value % 100
-    return max(version, NCCL) if hasattr(library, "ncclCommSuspend") else version
+    ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
+    return code.value // 10000, code.value // 100 % 100, code.value % 100
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -499,3 +499,107 @@ def test_the_tokens_that_fit_are_those_of_the_arithmetic():
         assert figure in text
     assert [round(each * W4A16) for each in (671, 744, 320)] == [346, 384, 165]
     assert "| bytes per token | 3850 |" in page("docs/deepseek-v4.md")
+
+
+def older(target: str, op: str, case: str, peer: str | None = None) -> report.Row:
+    """The row of a workload as an older GPU."""
+    return next(
+        row
+        for row in rows(f"h200-as-{target}")
+        if (row.op, row.case) == (op, case)
+        if row.selection in ("", "random") and peer in (None, row.peer)
+    )
+
+
+def of_older(figures: Callable[[str], Iterable[float]]) -> str:
+    """The lowest and the highest figure as sm_80, and as sm_89."""
+    both = (sorted({f"{x:.2f}" for x in figures(target)}) for target in ("sm_80", "sm_89"))
+    return "; ".join(f"{each[0]} to {each[-1]}" if len(each) > 1 else each[0] for each in both)
+
+
+def older_decode(target: str, batch: int, heads: int, rest: str = "") -> report.Row:
+    case = f"batch {batch}, query_len 1, heads {heads}, context 32768, topk 2048{rest}"
+    return older(target, "sparse_decode", case)
+
+
+def above_floor(target: str, op: str, *cases: str) -> list[float]:
+    """Times of workloads as multiples of their floors."""
+    return [100 / older(target, op, case).percent_of_floor for case in cases]
+
+
+def older_goals() -> list[str]:
+    """The table of goals, line by line."""
+    bf16 = ", bf16_576v512 cache"
+    peer = "SGLang triton_sparse_mla_decode"
+
+    def beside(target: str, *batches: int) -> list[float]:
+        found = [older_decode(target, b, h, bf16) for b in batches for h in (8, 16, 64, 128)]
+        assert {row.peer for row in found} == {peer}
+        return [row.ratio for row in found]
+
+    def prefills(target: str) -> list[float]:
+        case = "tokens 2048, context 32768, heads {}, head_dim 576, topk 2048"
+        return [
+            older(target, "sparse_prefill", case.format(h), "SGLang triton_sparse_mla_fwd").ratio
+            for h in (8, 16, 64)
+        ]
+
+    def of_bf16(target: str, *heads: int) -> list[float]:
+        return [
+            older_decode(target, b, h).ours_us / older_decode(target, b, h, bf16).ours_us
+            for b in (1, 16, 128)
+            for h in heads
+        ]
+
+    def attention(target: str) -> list[float]:
+        tokens = "tokens 2048, context 32768, heads {}, head_dim 576, topk 2048"
+        floors = [100 / older_decode(target, 128, h, bf16).percent_of_floor for h in (64, 128)]
+        return floors + above_floor(
+            target, "sparse_prefill", *(tokens.format(h) for h in (64, 128))
+        )
+
+    def projections(target: str) -> list[float]:
+        case = "tokens {}, heads 128, inputs {}, outputs {}, layers 10"
+        sizes = [(n, i, 640 - i) for n in (1, 16, 128) for i in (128, 512)]
+        return above_floor(target, "project_heads", *(case.format(*size) for size in sizes))
+
+    def steps(target: str) -> list[float]:
+        first = {"sm_80": (212, 640, 3970), "sm_89": (125, 292, 1687)}[target]
+        case = "batch {}, heads 128, context 32768, indexer 1"
+        return [
+            us / older(target, "decode_step", case.format(batch)).ours_us
+            for batch, us in zip((1, 16, 128), first, strict=True)
+        ]
+
+    paged = "batch 128, query_len 1, context 32768"
+    return [
+        "| goal | as sm_80; as sm_89 | why not everywhere |",
+        "|---|---|---|",
+        f"| bfloat16 decodes of one request beside SGLang's Triton: 1.2 | "
+        f"{of_older(lambda t: beside(t, 1))} | [a launch's start, and the merge]"
+        "(kernels/attention-ampere.md#one-tile-a-split) |",
+        f"| of 16 and 128 requests: 1.2 | {of_older(lambda t: beside(t, 16, 128))} | as sm_89 16 "
+        "requests of 8 and 16 heads: the same |",
+        f"| prefills of 8, 16 and 64 heads: 1.2 | {of_older(prefills)} | [rows come from the L2 "
+        "cache](kernels/attention-ampere.md#measured-story) |",
+        f"| 656-byte rows at most 1.15 of bfloat16 rows, 64 and 128 heads | "
+        f"{of_older(lambda t: of_bf16(t, 64, 128))} | [conversion of codes]"
+        "(kernels/attention-ampere.md#rejected-variants): eight designs |",
+        f"| not slower with 16 heads | {of_older(lambda t: of_bf16(t, 16))} | the same; bfloat16 "
+        "rows have a kernel for one tile |",
+        f"| attention of 64 and 128 heads at most 1.6 floors: 128 requests, prefill | "
+        f"{of_older(attention)} | [shared memory](kernels/attention-ampere.md#bottleneck) |",
+        f"| indexer scores at most 1.7 floors | "
+        f"{of_older(lambda t: above_floor(t, 'indexer_scores', 'tokens 4096, context 32768'))} | |",
+        f"| over pages at most 1.3 of a copy | "
+        f"{of_older(lambda t: above_floor(t, 'indexer_scores_paged', paged))} | as sm_80 codes "
+        "become float16 by their bits |",
+        f"| projections of 1 to 128 tokens at most 2 floors | {of_older(projections)} | "
+        "[3 us of each launch, conversion](kernels/projection.md#with-amperes-instructions) |",
+        f"| decode step of 128 heads, as sm_80 4 times and as sm_89 2.5 times as fast as at first "
+        f"| {of_older(steps)} | one request: dependent launches; else scores and attention above |",
+    ]
+
+
+def test_goals_of_older_gpus_are_those_of_the_files() -> None:
+    assert "\n".join(older_goals()) in page("docs/results-older-gpus.md")

@@ -92,12 +92,12 @@ TABLE = (
         _from_3_6(Proof.RUN),
         "`sparsemla verify`: 871 of 871 cases on Triton 3.6. It gets the H200's code.",
     ),
-    Support("sm_80", ("A100",), _from_3_6(Proof.RUN_ON_H200), _AS.format("sm_80", "924 of 924")),
+    Support("sm_80", ("A100",), _from_3_6(Proof.RUN_ON_H200), _AS.format("sm_80", "985 of 985")),
     Support(
         "sm_89",
         ("L40S", "RTX 4090"),
         _from_3_6(Proof.RUN_ON_H200),
-        _AS.format("sm_89", "931 of 931"),
+        _AS.format("sm_89", "985 of 985"),
     ),
     Support("sm_100", ("B200",), _from_3_6(Proof.COMPILED), _COMPILES),
     Support(
