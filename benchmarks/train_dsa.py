@@ -11,6 +11,11 @@ the one before, the last two from the same ones and with the same batches:
 
     python benchmarks/train_dsa.py --size toy --out build/toy          # a CPU, some minutes
     python benchmarks/train_dsa.py --size h200 --out build/h200 --export build/h200/model
+    torchrun --nproc-per-node 2 benchmarks/train_dsa.py --size h200 --out build/h200
+
+``torchrun`` trains with DistributedDataParallel: the same batches, of which each rank has an equal
+number of rows, and one optimizer step on the mean of all gradients. Rank 0 writes, and measures
+alone at the end.
 
 Run it again to continue where it stopped. ``log.jsonl`` has a line for every few steps, and
 ``results.json`` the table of the end. The exit status is 0 if all checks of the table passed; of
@@ -26,14 +31,16 @@ import os
 import sys
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from dsa_model import (
     Attend,
@@ -180,12 +187,23 @@ SIZES = {
 }
 
 
-def losses_of(logits: Tensor, batch: Bytes) -> tuple[Tensor, Tensor]:
-    """Mean losses, in nats a byte: of text, and of the answers of recall."""
+def losses_of(
+    logits: Tensor, batch: Bytes, whole: Bytes | None = None, num_ranks: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Mean losses, in nats a byte: of text, and of the answers of recall.
+
+    Args:
+        logits: float32 ``[B, S, 256]``.
+        batch: the rows of this rank.
+        whole: the rows of all ranks, over which the mean of the ranks' losses is one.
+        num_ranks: how many they are.
+    """
     each = functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-    kinds = batch.kinds.flatten()
-    masks = (kinds == TEXT, kinds == ANSWER)
-    text, answers = ((each * m).sum() / m.sum().clamp_min(1) for m in masks)
+    kinds, all_kinds = batch.kinds.flatten(), (whole or batch).kinds
+    text, answers = (
+        (each * (kinds == kind)).sum() / ((all_kinds == kind).sum().clamp_min(1) / num_ranks)
+        for kind in (TEXT, ANSWER)
+    )
     return text, answers
 
 
@@ -229,6 +247,8 @@ class Run:
         folder: its files.
         device: of the model.
         deadline: when to stop, by ``time.perf_counter``.
+        rank: of this process; 0 alone writes.
+        num_ranks: processes that train together.
     """
 
     size: Size
@@ -236,13 +256,36 @@ class Run:
     folder: Path
     device: torch.device
     deadline: float
+    rank: int = 0
+    num_ranks: int = 1
 
     def say(self, **line: object) -> None:
         """Add a line to the log."""
+        if self.rank:
+            return
         with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(line) + "\n")
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
+
+    def told(self, answer: bool) -> bool:
+        """The answer of rank 0, for which the others wait."""
+        if self.num_ranks == 1:
+            return answer
+        said = torch.tensor(int(answer))  # on the CPU, so with gloo: nothing waits for a GPU
+        dist.broadcast(said, 0)
+        return bool(said)
+
+    def mean(self, value: object) -> object:
+        """A number of the log, rounded: the mean of all ranks."""
+        if isinstance(value, list):
+            return [self.mean(x) for x in value]
+        if not isinstance(value, Tensor):
+            return value
+        if self.num_ranks > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return round(value.item() / self.num_ranks, 5)
 
     def weights(self, stage: str) -> Path:
         """What a stage trained, float32."""
@@ -261,6 +304,16 @@ class Run:
             model.load_state_dict(weights, strict=False)
         return model
 
+    def all_stages(self, text: Tensor) -> bool:
+        """Run the stages that are not done; False if the time is over."""
+        try:
+            for stage in STAGES:
+                if not self.weights(stage).exists():
+                    self.train(stage, text)
+        except OutOfTime:
+            return False
+        return True
+
     def train(self, stage: str, text: Tensor) -> None:
         """Run a stage to its end, from its beginning or from where it stopped."""
         model = self.model(STAGES[stage])
@@ -272,22 +325,28 @@ class Run:
                 begin = saved["step"]
                 model.load_state_dict(saved["model"])
                 optimizer.load_state_dict(saved["optimizer"])
+        runs = DistributedDataParallel(model) if self.num_ranks > 1 else model
         before = sum(self.steps[s] for s in ("dense", "warm-up")[: list(STAGES).index(stage)])
-        began = saved_at = time.perf_counter()
+        began = saved_at = said_at = time.perf_counter()
+        tokens = 0
         for step in range(begin, self.steps[stage]):
-            line = self.step(model, optimizer, stage, step, text, before + step)
+            line = self.step(runs, optimizer, stage, step, text, before + step)
+            tokens += line.pop("tokens")
             if step % 10 == 9 or step in (0, self.steps[stage] - 1):
-                done = step + 1 - begin
-                seconds = (time.perf_counter() - began) / done
+                line = {name: self.mean(value) for name, value in line.items()}
+                done, now = step + 1 - begin, time.perf_counter()
+                seconds = (now - began) / done
                 self.say(
                     stage=stage,
                     step=step,
                     seconds=round(seconds, 4),
                     left=round(seconds * (self.steps[stage] - step - 1)),
-                    **{name: _rounded(value) for name, value in line.items()},
+                    tokens_per_second=round(tokens / (now - said_at)),
+                    **line,
                 )
+                tokens, said_at = 0, now
             now = time.perf_counter()
-            if now > self.deadline or now > saved_at + 60:
+            if self.rank == 0 and (now > self.deadline or now > saved_at + 60):
                 saved_at = now
                 torch.save(
                     {
@@ -298,10 +357,12 @@ class Run:
                     },
                     state,
                 )
-            if now > self.deadline:
+            if self.told(now > self.deadline):
                 raise OutOfTime
-        trained = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
-        save_file(trained, self.weights(stage))
+        if self.rank == 0:
+            trained = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+            save_file(trained, self.weights(stage))
+        self.told(True)
 
     def optimizer(self, model: Model, stage: str) -> torch.optim.Optimizer:
         """AdamW over what a stage trains; matrices decay."""
@@ -318,18 +379,19 @@ class Run:
 
     def step(
         self,
-        model: Model,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         stage: str,
         step: int,
         text: Tensor,
         seed: int,
-    ) -> dict[str, object]:
+    ) -> dict[str, Any]:
         """One step; what the log says of it."""
         steps = self.steps[stage]
         done = step / steps if stage == "dense" else 1
         phase = next(phase for phase in self.size.phases if done < phase.end or phase.end == 1)
-        batch = make_batch(self.size, text, seed, phase).to(self.device)
+        whole = make_batch(self.size, text, seed, phase).to(self.device)
+        batch = whole.part(self.rank, self.num_ranks)
         index_losses: list[Tensor] = []
         attend = {
             "warm-up": warming_up(index_losses),
@@ -337,7 +399,7 @@ class Run:
         }.get(stage, dense)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * rate(step, steps, min(50, steps // 10 + 1))
-        language = losses_of(model(batch.tokens, attend), batch)
+        language = losses_of(model(batch.tokens, attend), batch, whole, self.num_ranks)
         total = torch.stack([*index_losses, *(() if stage == "warm-up" else language)]).sum()
         optimizer.zero_grad()
         total.backward()
@@ -345,19 +407,13 @@ class Run:
         norm = nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         return {
+            "tokens": phase.tokens,
             "length": phase.length,
             "loss": language[0].detach(),
             "recall_loss": language[1].detach(),
             "kl": [x.detach() for x in index_losses],
             "norm": norm,
         }
-
-
-def _rounded(value: object) -> object:
-    """A number of the log."""
-    if isinstance(value, Tensor):
-        return round(value.item(), 5)
-    return [_rounded(x) for x in value] if isinstance(value, list) else value
 
 
 def held_out(run: Run) -> tuple[list[Bytes], dict[int, Bytes]]:
@@ -586,8 +642,27 @@ def as_text(
     return "\n".join([*lines, ""])
 
 
+def meet(size: Size, device: str) -> tuple[int, int, torch.device]:
+    """This process among those that train: its rank, their number, its device."""
+    if dist.is_torchelastic_launched():
+        dist.init_process_group()  # NCCL for tensors on GPUs, gloo for others
+    if not dist.is_initialized():
+        return 0, 1, torch.device(device)
+    num_ranks = dist.get_world_size()
+    rows = sorted({phase.tokens // phase.length for phase in size.phases})
+    if any(count % num_ranks for count in rows):
+        raise ValueError(f"ranks must divide the rows of each step, {rows}, got {num_ranks} ranks")
+    if device == "cuda":
+        device = f"cuda:{dist.get_node_local_rank()}"
+        torch.cuda.set_device(device)
+    return dist.get_rank(), num_ranks, torch.device(device)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, measure and export; 0 if all checks pass, 1 if not, 2 if the time is over."""
+    """Train, measure and export; 0 if all checks pass, 1 if not, 2 if the time is over.
+
+    A rank other than 0 trains only.
+    """
     deadline = time.perf_counter()
     given = parse(arguments)
     deadline += 60 * given.minutes
@@ -599,14 +674,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     given.out.mkdir(parents=True, exist_ok=True)
-    run = Run(size, steps, given.out, torch.device(given.device), deadline)
+    rank, num_ranks, device = meet(size, given.device)
+    run = Run(size, steps, given.out, device, deadline, rank, num_ranks)
     text = as_bytes(training_text(torch_too=size.torch_too))
     parameters = [sum(p.numel() for p in part) for part in run.model(None).parts()]
-    run.say(text_bytes=len(text), parameters=parameters, steps=steps, torch=torch.__version__)
+    run.say(
+        text_bytes=len(text),
+        parameters=parameters,
+        steps=steps,
+        torch=torch.__version__,
+        ranks=num_ranks,
+    )
+    in_time = run.all_stages(text)
+    if dist.is_torchelastic_launched():
+        dist.destroy_process_group()
+    if rank:
+        return 0
+    run = replace(run, num_ranks=1)
     try:
-        for stage in STAGES:
-            if not run.weights(stage).exists():
-                run.train(stage, text)
+        if not in_time:
+            raise OutOfTime
         if given.export:
             export(run, given.export)
         found = checks(run, text)

@@ -35,6 +35,25 @@ RANK_DEVICES = [
 ]
 """Where :func:`on_two_ranks` can run."""
 
+RANKS = [
+    (2, "cpu"),
+    (4, "cpu"),
+    *(
+        pytest.param(
+            num_ranks,
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(
+                    torch.cuda.device_count() < num_ranks, reason=f"needs {num_ranks} CUDA GPUs"
+                ),
+            ],
+        )
+        for num_ranks in (2, 4)
+    ),
+]
+"""How many ranks :func:`on_ranks` can run, and where."""
+
 
 def on_two_ranks(
     folder: Path, device: str, function: Callable[..., Any], *arguments: Any

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import processes
 import train_dsa
 from dsa_model import learning, over, selection
 from sparsemla_lab import corpus
@@ -25,12 +29,18 @@ TINY = replace(
 )
 
 
-@pytest.fixture(scope="module")
-def tiny():
+@contextmanager
+def tiny_size() -> Iterator[None]:
     """The tiny size in the place of the toy, on a short text."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(train_dsa.SIZES, "toy", TINY)
         patch.setattr(train_dsa, "training_text", lambda torch_too: corpus.held_out_text()[:50_000])
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    with tiny_size():
         yield
 
 
@@ -167,3 +177,49 @@ def test_the_learning_rate_rises_and_falls():
     assert max(rates) == rates[9] == rates[10] == 1
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0.1 <= rates[-1] < 0.11
+
+
+def train_as_rank(rank: int, folder: Path) -> int:
+    with tiny_size():
+        return train(folder)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_train_as_one_process(folder, tmp_path, num_ranks):
+    """The same losses, gradient norms and weights to rounding: the same batches, equal parts."""
+    status = processes.on_ranks(num_ranks, tmp_path, "cpu", train_as_rank, tmp_path)
+    assert status == [0] * num_ranks
+    alone, together = (
+        [line for line in lines(path) if "stage" in line] for path in (folder, tmp_path)
+    )
+    assert len(alone) == len(together)  # rank 0 alone writes
+    for one, line in zip(alone, together, strict=True):
+        assert (line["stage"], line["step"]) == (one["stage"], one["step"])
+        for name in ("loss", "recall_loss", "kl", "norm"):
+            assert line[name] == pytest.approx(one[name], rel=1e-4, abs=2e-5), (line, name)
+        assert line["tokens_per_second"] > 0
+    first, *_ = lines(tmp_path)
+    assert first["ranks"] == num_ranks
+
+
+def refused(rank: int, folder: Path) -> str:
+    with pytest.raises(ValueError, match="ranks") as error:
+        train_as_rank(rank, folder)
+    return str(error.value)
+
+
+def test_ranks_that_do_not_divide_a_batch_are_refused(tmp_path):
+    expected = "ranks must divide the rows of each step, [4, 8], got 3 ranks"
+    assert processes.on_ranks(3, tmp_path, "cpu", refused, tmp_path) == [expected] * 3
+
+
+def test_torchrun_says_who_takes_part(tiny, tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}
+    for name, value in (place | {"TORCHELASTIC_RUN_ID": "run", "LOCAL_RANK": 0}).items():
+        monkeypatch.setenv(name, str(value))
+    assert train(tmp_path, "--minutes", "0") == 2
+    assert not torch.distributed.is_initialized()
+    assert lines(tmp_path)[0]["ranks"] == 1

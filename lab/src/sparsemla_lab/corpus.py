@@ -106,6 +106,10 @@ class Bytes:
         """The same on a device."""
         return Bytes(*(x.to(device) for x in (self.tokens, self.labels, self.kinds)))
 
+    def part(self, rank: int, num_ranks: int) -> Bytes:
+        """Every ``num_ranks``-th row, from row ``rank`` on: all kinds of rows are in each part."""
+        return Bytes(*(x[rank::num_ranks] for x in (self.tokens, self.labels, self.kinds)))
+
 
 def windows(text: Tensor, count: int, length: int, generator: torch.Generator | None) -> Tensor:
     """Pieces ``[count, length]`` of a text: random ones, or without a generator evenly spaced."""
