@@ -102,3 +102,5 @@ def test_other_calls_are_refused(call, reason):
 def test_few_requests_have_a_tile_a_split(batch, heads, splits):
     assert sparse(DecodeWork(batch, 1, heads, 2048, BF16_576, 108), "sm80") == splits
     assert sparse(DecodeWork(16, 1, heads, 2048, BF16_576, 108), "sm80").num_splits < 32
+    two = DecodeWork(batch, 1, heads, 2048, BF16_576, 108, extra=True)  # the kernel takes one cache
+    assert sparse(two, "sm80").num_splits < splits.num_splits

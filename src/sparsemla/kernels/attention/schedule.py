@@ -91,6 +91,7 @@ class DecodeWork(NamedTuple):
         num_keys: most keys that a query token attends to.
         format: the cache's format.
         multiprocessors: number of the GPU's multiprocessors, 0 on a CPU.
+        extra: whether some of the keys are of a second cache.
     """
 
     batch: int
@@ -99,13 +100,15 @@ class DecodeWork(NamedTuple):
     num_keys: int
     format: CacheFormat
     multiprocessors: int
+    extra: bool = False
 
     @classmethod
     def of(cls, call: SparseDecode | DenseDecode) -> DecodeWork:
         """The sizes of a call on its device."""
         batch, query_len, num_heads = call.q.shape[:3]
         sizes = batch, query_len, num_heads, call.num_keys
-        return cls(*sizes, call.cache.format, multiprocessors(call.q.device))
+        extra = isinstance(call, SparseDecode) and call.extra_cache is not None
+        return cls(*sizes, call.cache.format, multiprocessors(call.q.device), extra)
 
 
 def splits_of_sparse(call: SparseDecode) -> Splits:
@@ -135,7 +138,7 @@ def sparse(work: DecodeWork, tier: str) -> Splits:
     costs: tuple[Cost, ...] = (FP8,) if fp8 else (BF16,)
     if tier == "sm80":
         costs = (_ampere(work.num_heads, fp8),)
-        one_tile = ONE_TILE if work.format == BF16_576 else ()
+        one_tile = ONE_TILE if work.format == BF16_576 and not work.extra else ()
         if tiles:
             costs += (AMPERE[16, fp8], *one_tile)
         elif work.num_heads <= FEW_HEADS:
