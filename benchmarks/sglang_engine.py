@@ -318,19 +318,22 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
 
 
 def describe(name: str, folder: Path) -> bool:
-    """Tell what served in a mode; whether it gave the same tokens again."""
+    """Tell what served in a mode; whether it gave the same tokens again, from cached prefixes."""
     report = json.loads((folder / f"{name}.json").read_text())
     start, rest = report["seconds"]
     calls = ", ".join(f"{count} x {each}" for each, count in sorted(report["calls"].items()))
-    same = sum(each["tokens"] == each["again"] for each in report["answers"])
+    answers = report["answers"]
+    other = [i for i, each in enumerate(answers) if each["tokens"] != each["again"]]
     sys.stdout.write(
         f"{name}: ready after {start:.0f} s, answered in {rest:.1f} s; compiled while serving: "
         f"{report['compiled'] or 'nothing'}, loaded: {report['loaded'] or 'nothing'}; "
-        f"{', '.join(report['classes'])}; called: {calls}; {same} of {len(report['answers'])} "
-        f"answers are the same again, from cached prefixes; tokens of a step: "
-        f"{np.mean(report['accepted']):.2f}\n"
+        f"{', '.join(report['classes'])}; called: {calls}; "
+        f"{len(answers) - len(other)} of {len(answers)} answers are the same again, from cached "
+        f"prefixes; tokens of a step: {np.mean(report['accepted']):.2f}\n"
     )
-    return same == len(report["answers"])
+    if other:
+        sys.stdout.write(f"{name}: FAILED, answers {other} are not the same again\n")
+    return not other
 
 
 def main() -> int:

@@ -234,10 +234,18 @@ def fp8_mqa_logits(
     ke: Tensor,
     clean_logits: bool = False,
 ) -> Tensor:
-    """DeepGEMM's function of older versions, which SGLang calls."""
+    """DeepGEMM's function of older versions, which SGLang calls.
+
+    The wheel's kernel writes the score of a row's first key, ``ks``, into column 0. SGLang reads it
+    in column ``ks``, and the next row at a multiple of 16 bytes.
+    """
     import deep_gemm
 
-    return deep_gemm.fp8_fp4_mqa_logits((q, None), kv, weights, ks, ke, len(kv[0]))
+    count = len(kv[0])
+    logits = deep_gemm.fp8_fp4_mqa_logits((q, None), kv, weights, ks, ke, count)
+    columns = torch.arange(count, device=ks.device) - ks[:, None]
+    moved = logits.new_empty(len(logits), -(-count // 4) * 4)[:, :count]
+    return torch.gather(logits, 1, columns.clamp(min=0), out=moved)
 
 
 def fp8_paged_mqa_logits(

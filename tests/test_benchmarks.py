@@ -7,6 +7,7 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -38,6 +39,59 @@ def test_the_scripts_for_engines_say_what_they_take(run_python, name, option):
     done = run_python(code, str(BENCHMARKS / name), "--help")
     assert done.returncode == 0, done.stderr
     assert option in done.stdout
+
+
+def test_sglang_reads_vllms_scores_in_the_columns_of_their_keys(monkeypatch):
+    """The wheel's kernel writes the score of a row's first key into column 0, and no others."""
+    import sglang_hooks
+    from sparsemla.compat import deep_gemm
+
+    def of_the_wheel(q, kv, weights, ks, ke, max_seqlen_k):
+        logits = deep_gemm.fp8_fp4_mqa_logits(q, kv, weights, ks, ke, False, max_seqlen_k)
+        written = torch.arange(max_seqlen_k) < (ke - ks)[:, None]
+        return logits.masked_fill(~written, torch.nan)
+
+    wheel = SimpleNamespace(fp8_fp4_mqa_logits=of_the_wheel, fp8_fp4_paged_mqa_logits=None)
+    monkeypatch.setitem(sys.modules, "deep_gemm", wheel)
+    assert sglang_hooks.complete_deep_gemm()
+    generator = torch.Generator().manual_seed(0)
+    lengths, new = (37, 5, 21), (3, 5, 4)  # tokens of three requests, and those of this step
+    firsts = [sum(lengths[:i]) for i in range(3)]
+    rows = [
+        (k, k + n - m + j + 1)
+        for k, n, m in zip(firsts, lengths, new, strict=True)
+        for j in range(m)
+    ]
+    ks, ke = torch.tensor(rows, dtype=torch.int32).T.contiguous()
+    q = torch.randn(12, 4, 32, generator=generator).to(torch.float8_e4m3fn)
+    keys = torch.randn(63, 32, generator=generator).to(torch.float8_e4m3fn)
+    kv = keys, torch.rand(63, generator=generator) + 0.1
+    weights = torch.randn(12, 4, generator=generator)
+    found = wheel.fp8_mqa_logits(q, kv, weights, ks, ke, clean_logits=False)
+    expected = deep_gemm.fp8_mqa_logits(q, kv, weights, ks, ke)
+    seen = expected > -torch.inf
+    assert found.shape == (12, 63)
+    assert found.stride() == (64, 1)
+    assert torch.equal(found[seen], expected[seen])
+
+
+@pytest.mark.parametrize("second", [[5, 6], [7, 6]])
+def test_answers_that_differ_from_cached_prefixes_fail(second, capsys, monkeypatch, tmp_path):
+    import sglang_engine
+
+    answer = {"prompt": [-1.0], "margin": 1.0}
+    answers = [answer | {"tokens": [3, 4], "again": [3, 4]}]
+    answers += [answer | {"tokens": [5, 6], "again": second}]
+    report = {"seconds": [1.0, 2.0], "calls": {}, "compiled": [], "loaded": [], "classes": []}
+    report |= {"answers": answers, "accepted": [1.0]}
+    (tmp_path / "sglang.json").write_text(json.dumps(report))
+    monkeypatch.setattr(sglang_engine, "make_drafting_model", lambda folder: None)
+    monkeypatch.setattr(sglang_engine, "serve_apart", lambda *args: {"sglang"})
+    monkeypatch.setattr(sys, "argv", ["", "--folder", str(tmp_path), "--only", "sglang"])
+    differ = second != [5, 6]
+    assert sglang_engine.main() == differ
+    said = "sglang: FAILED, answers [1] are not the same again" in capsys.readouterr().out
+    assert said == differ
 
 
 def test_enable_is_timed_beside_transformers_where_tokens_agree(capsys, monkeypatch, tmp_path):
