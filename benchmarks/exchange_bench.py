@@ -304,6 +304,7 @@ class Stress:
             self.refresh()
             self.exchange(tokens)
             self.compare(tokens)
+        self.report(count, "launches")
         if self.device.type != "cuda":
             return
         graphs = []
@@ -318,6 +319,14 @@ class Stress:
             self.wait()
             graphs[tokens - 1].replay()
             self.compare(tokens)
+        self.report(count, "replays")
+
+    def report(self, count: int, way: str) -> None:
+        """Say how many results of this rank differ so far, as soon as they are there."""
+        wrong = int(self.wrong)
+        if distributed.get_rank() == 0:
+            sys.stdout.write(f"{count} exchanges by {way}: {wrong} differ on this rank so far\n")
+            sys.stdout.flush()
 
 
 def stress(count: int, topk: int, device: torch.device) -> int:
