@@ -596,7 +596,7 @@ def older_goals() -> list[str]:
         "become float16 by their bits |",
         f"| projections of 1 to 128 tokens at most 2 floors | {of_older(projections)} | "
         "[3 us of each launch, conversion](kernels/projection.md#with-amperes-instructions) |",
-        f"| decode step of 128 heads, as sm_80 4 times and as sm_89 2.5 times as fast as at first "
+        f"| decode step of 128 heads, 4 and 2.5 times as fast as at first (on an H100) "
         f"| {of_older(steps)} | one request: dependent launches; else scores and attention above |",
     ]
 

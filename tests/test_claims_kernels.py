@@ -824,7 +824,7 @@ CLAIMS: list[tuple[str, str, list[Callable[[], str]]]] = [
     ),
     (
         "docs/kernels/attention-bf16.md",
-        "On an H200 ({}) {} sizes have {}, those of 32 requests {}.",
+        "On an H200 ({}) the ratios of {} sizes are {}, with 32 requests {}.",
         [
             lambda: commits("h200", "sparse_decode", "FA3", "bf16_576v512"),
             lambda: str(len(beside_fa3("h200"))),

@@ -387,7 +387,7 @@ def test_no_memory_is_kept(launched):
 
 @compiled
 @pytest.mark.parametrize(("max_bytes", "repeated"), [(10**9, True), (6 * 10**7, False)])
-def test_a_call_that_works_in_turns_keeps_to_its_bound(max_bytes, repeated, launched, monkeypatch):
+def test_a_call_in_chunks_keeps_to_its_bound(max_bytes, repeated, launched, monkeypatch):
     sizes = {"query_lens": (100,), "seq_lens": (100000,), "num_heads": 64, "topk": 2048}
     held = []
     check = repeat._Recorder._check_size

@@ -8,8 +8,8 @@ time: the checks, torch's dispatcher, the launcher, and Triton's search for the 
 
 A recording does not trust that sentence. It watches every use of a tensor, and is kept only if
 each was a question that the signature answers, a view, an allocation or an argument of a launch. It
-holds all memory that the call allocates, also what the call works on in turn, and so does a repeat.
-So a call is not repeated if its memory together exceeds its ``max_workspace_bytes``.
+keeps all memory that the call allocates, that of every chunk, and so does a repeat. So a call is
+not repeated if all its chunks together exceed its ``max_workspace_bytes``.
 
 All of it lives in this package. An op is decorated with :func:`repeated`; whoever watches or
 replaces checks and choices enters :func:`unrepeated`; and an operator asks :func:`recording`
@@ -254,7 +254,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _check_size(self) -> None:
-        """Give up, and return the memory, if the call works on more than its bound in turn."""
+        """Give up, and return the memory, if all chunks together exceed the bound."""
         if self._max_bytes is None or sum(x.nbytes for x in self._allocations) <= self._max_bytes:
             return
         self._exact = False
