@@ -91,12 +91,13 @@ def missing_kernels(
     calls: Sequence[Any],
     *configurations: sparsemla.Serving,
     steps: Sequence[Any] = (),
+    target: str = "sm_90",
 ) -> list[str]:
-    """The kernels that calls need on Hopper beside those of a warm-up, which has some."""
+    """The kernels that calls need on a GPU beside those of a warm-up, which has some."""
     with tempfile.NamedTemporaryFile() as file:
         file.write(pickle.dumps((calls, configurations, steps)))
         file.flush()
-        done = run_python(MAIN, str(Path(__file__).parent), file.name)
+        done = run_python(MAIN, str(Path(__file__).parent), file.name, target)
     assert done.returncode == 0, done.stderr[-4000:]
     known, *missing = done.stdout.splitlines()
     assert int(known) > 0
@@ -107,11 +108,11 @@ MAIN = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import replay
-replay.main(sys.argv[2])
+replay.main(*sys.argv[2:])
 """
 
 
-def main(path: str) -> None:
+def main(path: str, target: str) -> None:
     """Read calls and what a warm-up compiles; print its number of kernels, and those missing."""
     from sparsemla.kernels.common.compiling import compile_only
     from sparsemla.kernels.common.device import meta_means
@@ -120,7 +121,7 @@ def main(path: str) -> None:
     with open(path, "rb") as file:
         calls, configurations, steps = pickle.load(file)
     gpu = torch.device("cuda:0")
-    with recorded("sm_90") as kernels:
+    with recorded(target) as kernels:
         sparsemla.warm_up(*configurations, steps=steps, device=gpu, workers=1)
         known = len(kernels)
         with meta_means(gpu), compile_only(1):

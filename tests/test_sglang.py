@@ -23,6 +23,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import replay
 import sparsemla
 from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, PagedCache, reference
 from sparsemla.kernels.common.device import GPUS, simulated
@@ -68,8 +69,9 @@ with warnings.catch_warnings():
         run_dsa_sparse_fixture_eager,
     )
 
-    from sparsemla.backends.sglang import attention, register, scores, settings
+    from sparsemla.backends.sglang import attention, register, scores, settings, topk
     from sparsemla.backends.sglang.hooks import CALLERS, HOOKS, install, is_installed, signature
+    from sparsemla.compat import deep_gemm
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -1175,6 +1177,28 @@ def test_positions_are_selected_for_a_later_conversion(step, name):
     assert_equal("positions", chosen, scores.positions.int())
 
 
+@pytest.mark.parametrize(("cache", "prefill", "decode", "num_heads"), METHODS, ids=str)
+def test_no_kernel_is_compiled_while_the_engine_serves(
+    run_python, step, monkeypatch, cache, prefill, decode, num_heads
+):
+    """The calls of steps need no kernel beside those that are compiled at the start."""
+    ops = {attention: ("sparse_decode", "sparse_prefill"), topk: ("select_topk",)}
+    calls, asked = replay.spy(monkeypatch, ops), set()
+    for name in CASES:
+        made, *_ = step(name, cache, prefill, decode, num_heads)
+        made.topk_indices = selections(made)
+        run_dsa_sparse_fixture_eager(made, unittest.TestCase())
+        metadata = made.backend.get_indexer_metadata(0, made.forward_batch)
+        packed = "prefill" in name
+        scores = Scores(made, packed)
+        ks, _ = metadata.get_indexer_kvcache_range() if packed else (None, None)
+        metadata.topk_transform(scores.logits, TOPK, ks=ks)
+        asked.add(attention.layers_of(made.backend, made.runner))
+    assert {op for op, *_ in calls} == {"sparse_decode", "sparse_prefill", "select_topk"}
+    sweeps = [sweep for layers in asked for sweep in layers.sweeps()]
+    assert replay.missing_kernels(run_python, calls, steps=sweeps) == []
+
+
 def test_short_prefills_select_all_without_scores(step):
     """SGLang passes zeros, as many as are selected, where no context is longer."""
     made, *_ = step("first prefill", "bf16", "flashmla_sparse")
@@ -1250,6 +1274,23 @@ def test_scores_of_pages_agree_with_sglang(before_hopper, next_n):
         )
         seen = torch.arange(192) < lengths[:, token, None]
         assert ((found[rows] - expected).abs() <= BF16 * sizes)[seen].all()
+
+
+def test_no_kernel_of_scores_is_compiled_while_the_engine_serves(
+    run_python, step, before_hopper, monkeypatch
+):
+    names = "indexer_scores", "indexer_scores_paged"
+    calls = replay.spy(monkeypatch, {deep_gemm: names})
+    test_scores_of_contexts_agree_with_sglang(None, 64)
+    for next_n in (1, 2):
+        test_scores_of_pages_agree_with_sglang(None, next_n)
+    assert {op for op, *_ in calls} == {*names}
+    made, *_ = step("decode", "bf16", "fa3", "fa3")
+    layers = attention.layers_of(made.backend, made.runner)
+    assert layers.scores
+    layers = dataclasses.replace(layers, index_heads=64, drafts=2)
+    steps = [*layers.sweeps()]
+    assert replay.missing_kernels(run_python, calls, steps=steps, target="sm_89") == []
 
 
 def test_deep_gemm_scores_where_it_runs(hooked, monkeypatch):

@@ -6,15 +6,18 @@ queries to 64 or 128 heads inside these methods, so that nothing is padded here.
 
 from __future__ import annotations
 
+import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.configs.model_config import get_dsa_index_n_heads
 from sglang.srt.layers.attention.dsa_backend import (
     DeepseekSparseAttnBackend,
     DSAFlashMLAMetadata,
     DSAMetadata,
 )
+from sglang.srt.runtime_context import get_schedule
 from torch import Tensor
 
 from sparsemla import (
@@ -24,25 +27,34 @@ from sparsemla import (
     decode_workspace_size,
     sparse_decode,
     sparse_prefill,
+    warm_up,
 )
 from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
+from sparsemla.backends.sglang.scores import deep_gemm_runs
+from sparsemla.backends.sglang.warmup import Layers
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
 MOST_SPLIT_TOKENS = 512
 """No decode of more tokens is split on a GPU of up to 256 multiprocessors."""
+LEAST_INDEX_HEADS = 32
+"""SGLang pads the indexer's queries to so many heads."""
 
 
-def reserve_workspace(
+def prepare(
     result: None,
     self: DeepseekSparseAttnBackend,
+    model_runner: ModelRunner,
     *args: Any,  # noqa: ANN401 - of SGLang's constructor
     **kwargs: Any,  # noqa: ANN401 - likewise
 ) -> None:
-    """After ``__init__``: read the environment, allocate the workspace of :func:`sparse_decode`.
+    """After ``__init__``: read the environment, allocate the workspace, compile all kernels.
 
-    Captured CUDA graphs hold its address. Each backend has its own, since SGLang may run several on
-    different streams.
+    Captured CUDA graphs hold the address of the workspace of :func:`sparse_decode`. Each backend
+    has its own, since SGLang may run several on different streams.
     """
     size = decode_workspace_size(MOST_SPLIT_TOKENS, 1, self.num_q_heads, device=self.device)
     self.sparsemla_workspace = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -52,6 +64,41 @@ def reserve_workspace(
     self.sparsemla_fp8_mma = permits_fp8_mma()
     if self.sparsemla_fp8_mma:
         logger.info("sparsemla: prefills over converted rows permit FP8 MMAs (%s=1)", FP8_MMA)
+    if torch.device(self.device).type == "cuda":
+        compile_kernels(layers_of(self, model_runner))
+
+
+@functools.lru_cache(maxsize=4)  # of a model and its drafts
+def compile_kernels(layers: Layers) -> None:
+    """Compile what layers may ask of the GPU, once for all backends of a process."""
+    done = warm_up(steps=[*layers.sweeps()])
+    logger.info("sparsemla: %s before the engine is ready", done)
+
+
+def layers_of(backend: DeepseekSparseAttnBackend, model_runner: ModelRunner) -> Layers:
+    """What the layers of a backend may ask of the GPU."""
+    config, schedule = model_runner.model_config.hf_config, get_schedule()
+    methods = {backend.dsa_prefill_impl, backend.dsa_decode_impl}
+    # SGLang has the RoPE dims of queries in their own tensor, or in one with the other dims.
+    wide = backend.qk_nope_head_dim + backend.qk_rope_head_dim
+    pitches = (backend.qk_rope_head_dim, wide) if "fa3" in methods else ()
+    fp8 = backend.dsa_kv_cache_store_fp8
+    return Layers(
+        format=FP8_DS_MLA if fp8 else BF16_576,
+        num_heads=backend.num_q_heads,
+        index_heads=max(get_dsa_index_n_heads(config), LEAST_INDEX_HEADS),
+        topk=backend.dsa_index_topk,
+        pitches=(*pitches, None) if methods - {"fa3"} else pitches,
+        converts=fp8 and bool(methods & {"flashmla_sparse", "flashmla_auto"}),
+        allow_fp8_mma=backend.sparsemla_fp8_mma,
+        sinks=getattr(config, "learnable_sink", False),
+        scores=not deep_gemm_runs(),
+        num_slots=backend.token_to_kv_pool.size + model_runner.page_size,
+        page_size=model_runner.page_size,
+        max_tokens=max(schedule.chunked_prefill_size or 0, schedule.max_prefill_tokens or 0, 1),
+        max_requests=backend.req_to_token_pool.size,
+        drafts=backend.speculative_num_draft_tokens or 1,
+    )
 
 
 def forward_flashmla_kv(

@@ -19,7 +19,7 @@ from sparsemla.backends.sglang.attention import (
     forward_fa3,
     forward_flashmla_kv,
     forward_flashmla_sparse,
-    reserve_workspace,
+    prepare,
 )
 from sparsemla.backends.sglang.scores import (
     mqa_logits,
@@ -148,7 +148,7 @@ HOOKS = (
         "(self, model_runner, skip_prefill=False, speculative_step_id=0, topk=0, "
         "speculative_num_steps=0, seed_dsa_topk_from_draft_extend=False)",
         "8bc55d265b9da733",
-        reserve_workspace,
+        prepare,
         HookType.AFTER,
     ),
     Hook(
