@@ -4,6 +4,11 @@ The model is a DeepSeek-V3.2 of few layers with the true dims of attention and i
 experts and random weights. Each side serves it in a process of its own. Contexts of decodes are not
 computed: vLLM's ``DecodeBenchConnector`` takes them as given, and the caches hold random rows.
 
+With ``--rank`` the model is what one GPU of eight computes of DeepSeek-V3.2: all 61 layers with
+their true dims, a part of heads, experts and vocabulary, FP8 weights. It leaves out what GPUs say
+to each other, two all-reduces a layer, and has the whole shared expert, of which a rank has an
+eighth. The memory is that of a GPU of eight, so the sizes that fit are those that fit there.
+
 With ``--gpus`` above 1, tensor parallelism, it measures only the time to the first token of long
 prompts, once for each ``--min-rows``: the setting ``indexer_tp_shard_min_rows`` of both sides, with
 which vLLM divides the indexer's rows between GPUs, or 0 for the default of each.
@@ -38,6 +43,24 @@ CHUNK = 8192
 """Tokens of a step of a prefill."""
 LAYERS = 3
 VOCABULARY = 4096
+RANK_LAYERS = 61
+RANK_BATCHES = {8192: (1, 16, 64), 32768: (1, 16), 131072: (1, 4)}
+"""Requests of a context that eight GPUs of 141 GB hold, beside the weights."""
+RANK_CONFIG = {
+    "vocab_size": 129280 // 8,
+    "num_hidden_layers": RANK_LAYERS,
+    "intermediate_size": 18432 // 8,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256 // 8,
+    "num_experts_per_tok": 1,  # of the 8 of a token; each of the 8 ranks has one on average
+    "first_k_dense_replace": 3,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+"""What differs of one GPU of eight."""
 PROMPTS = (32768, 131072, 262144)
 """Tokens of prompts, on several GPUs."""
 REPEATS = 3
@@ -181,9 +204,9 @@ def short(name: str) -> str:
     return re.split("[<(]", plain)[0].split("::")[-1]
 
 
-def model_config(heads: int, experts: int, max_length: int) -> dict[str, Any]:
+def model_config(heads: int, experts: int, max_length: int, rank: bool) -> dict[str, Any]:
     """The configuration of the model, for transformers."""
-    return {
+    config = {
         "architectures": ["DeepseekV32ForCausalLM"],
         "model_type": "deepseek_v32",
         "vocab_size": VOCABULARY,
@@ -222,6 +245,7 @@ def model_config(heads: int, experts: int, max_length: int) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
+    return config | RANK_CONFIG if rank else config
 
 
 def fill(cache: Any) -> None:  # noqa: ANN401 - a tensor; torch is imported by children only
@@ -262,7 +286,14 @@ class Engine:
     """vLLM's engine of one side in this process, with workers in others for several GPUs."""
 
     def __init__(
-        self, side: str, heads: int, experts: int, folder: Path, gpus: int = 1, min_rows: int = 0
+        self,
+        side: str,
+        heads: int,
+        experts: int,
+        folder: Path,
+        gpus: int = 1,
+        min_rows: int = 0,
+        rank: bool = False,
     ) -> None:
         from vllm import LLM
         from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector
@@ -276,9 +307,12 @@ class Engine:
 
         scheduler.get_num_new_matched_tokens = only_contexts_of_decodes
         longest = max(CONTEXTS if gpus == 1 else PROMPTS) + 1024
-        model = folder / f"model-{gpus * heads}-{experts}-{longest}"
+        self.layers = RANK_LAYERS if rank else LAYERS
+        self.batches = RANK_BATCHES if rank else dict.fromkeys(CONTEXTS, BATCHES)
+        sizes = sorted({batch for batches in self.batches.values() for batch in batches})
+        model = folder / f"model-{gpus * heads}-{experts}-{longest}-{self.layers}"
         model.mkdir(parents=True, exist_ok=True)
-        config_of_model = model_config(gpus * heads, experts, longest)
+        config_of_model = model_config(gpus * heads, experts, longest, rank)
         (model / "config.json").write_text(json.dumps(config_of_model))
         _, backend, cache = SIDES[side]
         self.side, self.heads, self.count = side, heads, 0
@@ -298,14 +332,14 @@ class Engine:
             attention_config={"backend": backend, **rows},
             max_model_len=longest,
             max_num_batched_tokens=CHUNK,
-            max_num_seqs=max(BATCHES) if gpus == 1 else 1,
+            max_num_seqs=sizes[-1] if gpus == 1 else 1,
             block_size=64,
             gpu_memory_utilization=0.92,
             enable_prefix_caching=False,
             kernel_config={"enable_jit_warmup": False},  # each size runs before it is timed
             compilation_config={
                 "cudagraph_mode": "FULL_DECODE_ONLY",  # steps of prefills are too long for a graph
-                "cudagraph_capture_sizes": list(BATCHES) if gpus == 1 else [1],
+                "cudagraph_capture_sizes": sizes if gpus == 1 else [1],
             },
             kv_transfer_config=connector if gpus == 1 else None,
         )
@@ -384,7 +418,7 @@ class Engine:
             self.heads,
             length,
             self.min_rows,
-            LAYERS,
+            self.layers,
             statistics.median(times[1:]),
             times[1:],
         )
@@ -429,7 +463,7 @@ class Engine:
             self.heads,
             batch,
             context,
-            LAYERS,
+            self.layers,
             wall,
             busy(launches) / repeats,
             indexer / repeats,
@@ -439,7 +473,14 @@ class Engine:
 
 
 def measure(
-    side: str, heads: int, experts: int, folder: Path, lines: Path, gpus: int, min_rows: int
+    side: str,
+    heads: int,
+    experts: int,
+    folder: Path,
+    lines: Path,
+    gpus: int,
+    min_rows: int,
+    rank: bool,
 ) -> None:
     """All rows of a side, a line of JSON each; nothing else uses the GPU meanwhile."""
     os.environ |= {"VLLM_PLUGINS": SIDES[side][0], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -457,7 +498,7 @@ def measure(
             out.flush()
 
         began = time.perf_counter()
-        engine = Engine(side, heads, experts, folder, gpus, min_rows)
+        engine = Engine(side, heads, experts, folder, gpus, min_rows, rank)
         import torch
         import triton
 
@@ -473,14 +514,14 @@ def measure(
             for length in PROMPTS:
                 write(asdict(engine.first_token(length)))
             return
-        for context in CONTEXTS:
-            for batch in BATCHES:
+        for context, batches in engine.batches.items():
+            for batch in batches:
                 if batch * (context + 1024) <= engine.tokens:
                     write(asdict(engine.decode(batch, context)))
                 else:
                     write({"side": side, "heads": heads, "batch": batch, "context": context,
                            "refused": f"the cache has {engine.tokens} tokens"})  # fmt: skip
-        for length in CONTEXTS:
+        for length in engine.batches:
             write(asdict(engine.prefill(length)))
 
 
@@ -492,6 +533,9 @@ def main() -> int:
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--heads", nargs="+", type=int, default=[16, 128])
     parser.add_argument("--experts", type=int, default=8, help="of a layer; 0: dense layers")
+    parser.add_argument(
+        "--rank", action="store_true", help="one GPU of eight; with --heads 16 and --sides"
+    )
     parser.add_argument("--gpus", type=int, default=1, help="that share the heads")
     parser.add_argument("--min-rows", nargs="+", type=int, default=[0, 1024], help="for --gpus")
     parser.add_argument("--seconds", type=float, default=480, help="after which nothing is started")
@@ -502,7 +546,8 @@ def main() -> int:
     lines = folder / "rows.jsonl"
     if arguments.measure:
         (heads,), (rows,) = arguments.heads, arguments.min_rows
-        measure(arguments.measure, heads, arguments.experts, folder, lines, arguments.gpus, rows)
+        model = arguments.gpus, rows, arguments.rank
+        measure(arguments.measure, heads, arguments.experts, folder, lines, *model)
         return 0
     lines.unlink(missing_ok=True)
     began = time.monotonic()
@@ -516,6 +561,7 @@ def main() -> int:
         command = [sys.executable, __file__, "--measure", side, "--heads", str(heads)]
         command += ["--experts", str(arguments.experts), "--folder", str(folder)]
         command += ["--gpus", str(arguments.gpus), "--min-rows", str(rows)]
+        command += ["--rank"] if arguments.rank else []
         with (folder / f"{name}.log").open("w") as log:
             try:
                 done = subprocess.run(

@@ -347,6 +347,7 @@ def test_the_time_to_the_first_token_leaves_out_the_first_prompt(monkeypatch, tm
     monkeypatch.setattr(vllm_bench.time, "perf_counter", lambda: clock[-1])
     engine = vllm_bench.Engine.__new__(vllm_bench.Engine)
     engine.side, engine.gpus, engine.heads, engine.min_rows = "sparsemla, fp8", 4, 32, 1024
+    engine.layers = vllm_bench.LAYERS
     engine.engine = Prompts(clock)
 
     def add(kind, length, new):
