@@ -6,6 +6,7 @@ The ranks are processes, and their inboxes lie in files that all of them map.
 import itertools
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from sparsemla import (
     exchange_rows,
     exchange_topk,
     own_positions,
+    parallel,
     select_topk,
     to_slots,
 )
@@ -160,6 +162,47 @@ def selected(rank, num_ranks, folder):
 def test_ranks_select_from_shared_keys_through_memory(tmp_path):
     for found in processes.on_ranks(2, tmp_path, "cpu", selected, 2, tmp_path):
         assert found == ([4], [3, 2, 1])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "allows", "refusal"),
+    [
+        ("AA", (None, None), "symmetric memory needs a GPU for each rank, and ranks share one; "),
+        ("AA", ("1", "0"), "symmetric memory needs a GPU for each rank, and ranks share one; "),
+        ("AA", ("1", "1"), "torch's symmetric memory: asked for a tensor"),
+        ("AB", (None, None), "torch's symmetric memory: asked for a tensor"),
+    ],
+)
+def test_ranks_may_share_a_gpu_where_torch_lets_all_of_them(gpus, allows, refusal, monkeypatch):
+    def refuse_tensors(*_):
+        raise RuntimeError("asked for a tensor\nwith a stack")
+
+    monkeypatch.setattr(parallel, "_symmetric_tensors", refuse_tensors)
+    monkeypatch.setattr(torch.version, "hip", None)
+    device = torch.device("cuda", 0)
+    workspace = SimpleNamespace(
+        max_tokens=2, max_candidates=4, num_ranks=2, rank=0, device=device, group=None
+    )
+
+    def places():
+        for gpu, allow in zip(gpus, allows, strict=True):
+            properties = SimpleNamespace(uuid=gpu)
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, own=properties: own)
+            if allow is None:
+                monkeypatch.delenv(parallel.OVERLAPPING, raising=False)
+            else:
+                monkeypatch.setenv(parallel.OVERLAPPING, allow)
+            asked = []
+            stub = SimpleNamespace(**vars(workspace), _gather=lambda own, to=asked: to.append(own))
+            with pytest.raises(TypeError):  # without the places of others
+                ExchangeWorkspace._connect(stub)
+            yield asked[0]
+
+    everyones = [*places()]
+    workspace._gather = lambda own: everyones if isinstance(own, tuple) else [own, None]
+    inboxes, found = ExchangeWorkspace._connect(workspace)
+    assert inboxes is None
+    assert found.startswith(refusal)
 
 
 def test_a_workspace_refuses_calls_of_other_sizes():

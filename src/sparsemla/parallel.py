@@ -14,6 +14,7 @@ memory that all of them write: :func:`exchange_rows` does all from scores to a r
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +35,8 @@ ALIGNMENT = 64
 otherwise it also adds the parts in another order, to other bits."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """A file that tells hosts apart, also where containers of one host have names of their own."""
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""PyTorch's variable, without which it refuses symmetric memory of ranks that share a GPU."""
 Transport = Literal["symmetric", "collective"]
 
 
@@ -120,11 +123,16 @@ class ExchangeWorkspace:
                 f"memory, and max_candidates {self.max_candidates} takes room for {width}"
             )
         gpu = str(torch.cuda.get_device_properties(self.device).uuid)
-        places = self._gather((BOOT_ID.read_text(encoding="ascii"), gpu))
-        if len({host for host, _ in places}) > 1:
+        overlapping = os.environ.get(OVERLAPPING) == "1"
+        places = self._gather((BOOT_ID.read_text(encoding="ascii"), gpu, overlapping))
+        if len({host for host, *_ in places}) > 1:
             return None, "symmetric memory needs GPUs of one host, and the ranks have several"
-        if len(set(places)) < self.num_ranks:
-            return None, "symmetric memory needs a GPU for each rank, and ranks share one"
+        gpus = {gpu for _, gpu, _ in places}
+        if len(gpus) < self.num_ranks and not all(allowed for *_, allowed in places):
+            return None, (
+                "symmetric memory needs a GPU for each rank, and ranks share one; "
+                f"{OVERLAPPING}=1 lets them"
+            )
         shape = self.max_tokens, SLOTS, self.num_ranks, width
         peers, problem = None, None
         try:
