@@ -358,6 +358,7 @@ def main() -> int:
         folder,
         arguments.at_once,
         arguments.limit,
+        tell=None,
     )
     same = [describe(name, folder) for name in MODES if name in served]
     equal = [compare(name, base, folder) for name, base in PAIRS if {name, base} <= served]

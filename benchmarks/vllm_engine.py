@@ -21,9 +21,15 @@ which are compared with those of transformers' model over the same tokens.
 
 Modes with ``tp2`` share the heads between two GPUs, those with ``tp2 rows`` also the rows of all
 prefills in the indexer, those with ``dcp2`` the contexts, too, those with ``pcp2`` the tokens of
-prefills, and those with ``pp2`` the layers. They are compared with modes of one GPU. Where there
-are fewer GPUs, they are left out, with a line, and those with ``dcp2`` also where NCCL is older
-than 2.29.7.
+prefills, and those with ``pp2`` the layers; ``tp4 dcp2`` is two pairs of GPUs, each of which shares
+contexts. ``a2a`` merges results by all-to-all, ``gathers`` selections by collectives. They are
+compared with modes of fewer GPUs. Where there are fewer GPUs, they are left out, with a line, and
+those with ``dcp`` also where NCCL is older than 2.29.7.
+
+With ``--share-gpu`` the ranks of every mode share the first GPU, so one GPU serves all modes, only
+slower. That needs NCCL 2.30 or newer, for vLLM (``VLLM_NCCL_SO_PATH``) and for PyTorch
+(``LD_PRELOAD``). ``--new-tokens`` and ``--prompts`` let a slow mode answer less; it is compared
+with the beginnings of the other's answers.
 
 Needs vLLM 0.33 and GPUs that it serves sparse models on. Run ``python benchmarks/vllm_engine.py``,
 on two GPUs with ``--gpus 2`` for the modes that need both.
@@ -96,6 +102,10 @@ class Mode:
         adapted: prompts are answered with the adapter of :data:`CHECKPOINTS`.
         acting_as: the older GPU that the GPU is taken for.
         transformers: transformers' class serves the model, one prompt after the other.
+        gathers: collectives exchange the selections of decodes, where symmetric memory could.
+        shares_gpu: all ranks use the first GPU.
+        prompts: answered prompts, the first ones; None for all.
+        new_tokens: of each answer.
     """
 
     plugins: str | None
@@ -117,6 +127,10 @@ class Mode:
     adapted: bool = False
     acting_as: str | None = None
     transformers: bool = False
+    gathers: bool = False
+    shares_gpu: bool = False
+    prompts: int | None = None
+    new_tokens: int = NUM_NEW
 
 
 BOTH = "sparsemla,sparsemla_indexer"
@@ -124,6 +138,11 @@ V4: dict[str, Any] = {"cache": "fp8", "model": "deepseek_v4"}
 GLM: dict[str, Any] = {"model": "glm5_next"}
 TP2: dict[str, Any] = {"gpus": 2}
 DCP2: dict[str, Any] = {"gpus": 2, "dcp": 2}
+TP4: dict[str, Any] = {"gpus": 4}
+TP8: dict[str, Any] = {"gpus": 8}
+DCP4: dict[str, Any] = {"gpus": 4, "dcp": 4}
+DCP8: dict[str, Any] = {"gpus": 8, "dcp": 8}
+A2A: dict[str, Any] = {"dcp_comm_backend": "a2a"}
 PCP2: dict[str, Any] = {"gpus": 2, "pcp": 2}
 PP2: dict[str, Any] = {"gpus": 2, "pp": 2}
 HISPARSE: dict[str, Any] = {
@@ -203,6 +222,8 @@ MODES = {
     "both, host, ngram": Mode(BOTH, "CUSTOM", graphs=True, more=HOST | NGRAM),
     "both, host, async": Mode(BOTH, "CUSTOM", graphs=True, more=HOST | {"async_scheduling": True}),
     "both, host, dcp2": Mode(BOTH, "CUSTOM", graphs=True, more=HOST, **DCP2),
+    "both, eager, host, dcp2": Mode(BOTH, "CUSTOM", more=HOST, **DCP2),
+    "both, eager, host, dcp4": Mode(BOTH, "CUSTOM", more=HOST, **DCP4),
     "both, prefixes": Mode(BOTH, "CUSTOM", graphs=True, more={"enable_prefix_caching": True}),
     "both, ngram": Mode(BOTH, "CUSTOM", graphs=True, more=NGRAM),
     "both, async": Mode(BOTH, "CUSTOM", graphs=True, more={"async_scheduling": True}),
@@ -216,6 +237,14 @@ MODES = {
         )
         for count in (1, 2, 3)
     },
+    "both, mtp2, dcp2": Mode(
+        BOTH,
+        "CUSTOM",
+        graphs=True,
+        weights="mtp",
+        more={"speculative_config": MTP | {"num_speculative_tokens": 2}},
+        **DCP2,
+    ),
     "both, bf16, eagle": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, more=EAGLE),
     "vllm, weights fp8": Mode("", "FLASHMLA_SPARSE", graphs=True, **FP8),
     "both, weights fp8": Mode(BOTH, "CUSTOM", graphs=True, **FP8),
@@ -243,6 +272,10 @@ MODES = {
     "both, tp2 rows": Mode(BOTH, "CUSTOM", divides=True, **TP2),
     "both, graphs, tp2 rows": Mode(BOTH, "CUSTOM", graphs=True, divides=True, **TP2),
     "both, bf16, graphs, tp2": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **TP2),
+    "both, tp4": Mode(BOTH, "CUSTOM", **TP4),
+    "both, graphs, tp4": Mode(BOTH, "CUSTOM", graphs=True, **TP4),
+    "both, tp8": Mode(BOTH, "CUSTOM", **TP8),
+    "attention, pcp2": Mode("sparsemla", "CUSTOM", **PCP2),
     "both, pcp2": Mode(BOTH, "CUSTOM", **PCP2),
     "both, graphs, pcp2": Mode(BOTH, "CUSTOM", graphs=True, **PCP2),
     "both, pp2": Mode(BOTH, "CUSTOM", **PP2),
@@ -251,6 +284,14 @@ MODES = {
     "attention, dcp2": Mode("sparsemla", "CUSTOM", **DCP2),
     "both, dcp2": Mode(BOTH, "CUSTOM", **DCP2),
     "both, graphs, dcp2": Mode(BOTH, "CUSTOM", graphs=True, **DCP2),
+    "both, graphs, dcp2 gathers": Mode(BOTH, "CUSTOM", graphs=True, gathers=True, **DCP2),
+    "both, graphs, dcp2 a2a": Mode(BOTH, "CUSTOM", graphs=True, more=A2A, **DCP2),
+    "both, dcp4": Mode(BOTH, "CUSTOM", **DCP4),
+    "both, graphs, dcp4": Mode(BOTH, "CUSTOM", graphs=True, **DCP4),
+    "both, dcp8": Mode(BOTH, "CUSTOM", **DCP8),
+    "both, tp4 dcp2": Mode(BOTH, "CUSTOM", gpus=4, dcp=2),
+    "both, tp4 dcp2 a2a": Mode(BOTH, "CUSTOM", gpus=4, dcp=2, more=A2A),
+    "both, tp8 dcp4": Mode(BOTH, "CUSTOM", gpus=8, dcp=4),
     "both, portable, dcp2": Mode(BOTH, "CUSTOM", portable=True, **DCP2),
     "both, bf16, graphs, dcp2": Mode(BOTH, "CUSTOM", cache="bfloat16", graphs=True, **DCP2),
     "both, bf16, dcp2 in pages": Mode(BOTH, "CUSTOM", cache="bfloat16", interleave=64, **DCP2),
@@ -258,6 +299,9 @@ MODES = {
     "v4, vllm, graphs": Mode("", "FLASHMLA_SPARSE_DSV4", graphs=True, **V4),
     "v4": Mode("sparsemla", "CUSTOM", **V4),
     "v4, graphs": Mode("sparsemla", "CUSTOM", graphs=True, **V4),
+    "v4, tp2": Mode("sparsemla", "CUSTOM", **V4, **TP2),
+    "v4, tp4": Mode("sparsemla", "CUSTOM", **V4, **TP4),
+    "v4, tp8": Mode("sparsemla", "CUSTOM", **V4, **TP8),
     "v4, graphs, tp2": Mode("sparsemla", "CUSTOM", graphs=True, **V4, **TP2),
     "v4, graphs, tp2 rows": Mode("sparsemla", "CUSTOM", graphs=True, divides=True, **V4, **TP2),
     "glm, transformers": Mode("", None, transformers=True, **GLM),
@@ -294,6 +338,13 @@ PAIRS = (
     ("both, host, ngram", "both, graphs"),
     ("both, host, async", "both, graphs"),
     ("both, host, dcp2", "both, graphs, dcp2"),
+    ("both, eager, host, dcp2", "both"),
+    ("both, eager, host, dcp4", "both"),
+    ("both, mtp2, dcp2", "both, graphs"),
+    ("both, tp4", "both"),
+    ("both, graphs, tp4", "both, graphs"),
+    ("both, tp8", "both"),
+    ("attention, pcp2", "attention"),
     ("both, pcp2", "both"),
     ("both, graphs, pcp2", "both, graphs"),
     ("both, pp2", "both"),
@@ -326,12 +377,23 @@ PAIRS = (
     ("attention, dcp2", "attention"),
     ("both, dcp2", "both, tp2"),
     ("both, graphs, dcp2", "both, graphs, tp2"),
+    ("both, graphs, dcp2 gathers", "both, graphs"),
+    ("both, graphs, dcp2 a2a", "both, graphs"),
+    ("both, dcp4", "both"),
+    ("both, graphs, dcp4", "both, graphs"),
+    ("both, dcp8", "both"),
+    ("both, tp4 dcp2", "both"),
+    ("both, tp4 dcp2 a2a", "both"),
+    ("both, tp8 dcp4", "both"),
     ("both, portable, dcp2", "both, portable"),
     ("both, bf16, graphs, dcp2", "both, bf16, graphs, tp2"),
     ("both, bf16, dcp2 in pages", "both, bf16, graphs, tp2"),
     ("v4", "v4, vllm"),
     ("v4, graphs", "v4, vllm, graphs"),
     ("v4, graphs", "v4"),
+    ("v4, tp2", "v4"),
+    ("v4, tp4", "v4"),
+    ("v4, tp8", "v4"),
     ("v4, graphs, tp2", "v4, graphs"),
     ("v4, graphs, tp2 rows", "v4, graphs, tp2"),
     ("glm", "glm, transformers"),
@@ -361,6 +423,19 @@ ADAPTED = 0.02
 
 NCCL = (2, 29, 7)
 """Before it, vLLM's reduce-scatter, which merges the results of shared contexts, writes nothing."""
+
+LIBRARY = "libnccl.so.2"
+"""NCCL by this name is the one that PyTorch has loaded in this process."""
+
+SHARING_NCCL = (2, 30)
+"""Before it, NCCL refuses ranks that share a GPU."""
+
+SHARED_GPU = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "4",  # kernels of ranks that wait must leave multiprocessors to the others
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
+"""What lets NCCL and PyTorch's symmetric memory serve ranks that share a GPU."""
 
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -648,7 +723,8 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
         "max_num_batched_tokens": served.step,
         "max_num_seqs": 8,
         "block_size": served.block_size,
-        "gpu_memory_utilization": 0.2,
+        # Memory that must be free; each rank of a shared GPU asks for it.
+        "gpu_memory_utilization": 0.2 / (mode.gpus if mode.shares_gpu else 1),
         "kv_cache_memory_bytes": 1 << 30,  # no measurement, so that several can serve at once
         "enable_prefix_caching": False,
         # It times kernels at many sizes, for which a comparison of tokens need not wait.
@@ -659,6 +735,8 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
         "decode_context_parallel_size": mode.dcp,
         "cp_kv_cache_interleave_size": mode.interleave,
         "disable_custom_all_reduce": True,
+        # Named, because vLLM looks for as many GPUs as ranks before it chooses this one itself.
+        **({"distributed_executor_backend": "mp"} if mode.shares_gpu and mode.gpus > 1 else {}),
         **(records if mode.records else {}),
         **more,
     }
@@ -718,6 +796,42 @@ def acting_as(name: str) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def sharing_a_gpu(num_ranks: int) -> Iterator[None]:
+    """Let all ranks of an engine that starts here use the first GPU.
+
+    vLLM maps ranks to GPUs by a list, which workers get with their configuration. Only its option
+    for that list refuses to name a GPU twice.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    gpus = [current_platform.device_id_to_physical_device_id(0)] * num_ranks
+    with mock.patch.object(EngineArgs, "_resolve_device_ids", return_value=gpus):
+        yield
+
+
+def gathering() -> Any:  # noqa: ANN401 - of unittest.mock
+    """Let ranks exchange all selections by collectives."""
+    from sparsemla import ExchangeWorkspace
+
+    refused = None, "the mode gathers selections"
+    return mock.patch.object(ExchangeWorkspace, "_connect", return_value=refused)
+
+
+def transports(worker: Any) -> list[str]:  # noqa: ANN401 - of vLLM
+    """How the rank exchanges the selections of decodes, of each of its builders."""
+    from sparsemla.backends.vllm.indexer import ShardedIndexerMetadataBuilder
+
+    return [
+        "collective" if builder.workspace is None else builder.workspace.transport
+        for groups in worker.model_runner.attn_groups
+        for group in groups
+        for builder in group.metadata_builders
+        if isinstance(builder, ShardedIndexerMetadataBuilder)
+    ]
+
+
 Number = Tensor | float
 Streams = tuple[Tensor, ...]
 
@@ -775,7 +889,14 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     }
     if mode.acting_as is not None:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # its processes would compile for the real GPU
-    with acting_as(mode.acting_as) if mode.acting_as else nullcontext():
+    shares = mode.shares_gpu and mode.gpus > 1
+    if shares:
+        os.environ |= SHARED_GPU
+    with (
+        acting_as(mode.acting_as) if mode.acting_as else nullcontext(),
+        sharing_a_gpu(mode.gpus) if shares else nullcontext(),
+        gathering() if mode.gathers else nullcontext(),
+    ):
         found = _serve_by_transformers(mode) if mode.transformers else _serve(mode, model)
     result.write_text(json.dumps(found))
 
@@ -785,13 +906,13 @@ def _serve_by_transformers(mode: Mode) -> dict[str, Any]:
     began = time.perf_counter()
     model = glm_model().to("cuda" if torch.cuda.is_available() else "cpu")
     ready, answers = time.perf_counter(), []
-    for ids in SERVED[mode.model].prompts():
+    for ids in SERVED[mode.model].prompts()[: mode.prompts]:
         text = torch.tensor([ids], device=model.device)
         whole = model.generate(
             text,
             attention_mask=torch.ones_like(text),
-            min_new_tokens=NUM_NEW,
-            max_new_tokens=NUM_NEW,
+            min_new_tokens=mode.new_tokens,
+            max_new_tokens=mode.new_tokens,
             do_sample=False,
         )
         with torch.no_grad():
@@ -814,7 +935,21 @@ def _serve_by_transformers(mode: Mode) -> dict[str, Any]:
         "loaded": [],
         "seconds": seconds,
         "shared": [],
+        "drafts": {},
+        "exchanges": [],
     }
+
+
+def serve_portable_class() -> None:
+    """Let vLLM serve DeepSeek-V3.2 by its portable class, not by that for NVIDIA."""
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.plugins import load_general_plugins
+
+    from sparsemla.backends.vllm import GENERIC_MODELS
+
+    load_general_plugins()
+    for architecture, name in GENERIC_MODELS.items():
+        ModelRegistry.register_model(architecture, name)
 
 
 def _serve(mode: Mode, model: Path) -> dict[str, Any]:
@@ -825,14 +960,7 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
     from vllm.utils.import_utils import has_tilelang
 
     if mode.portable:
-        from vllm.model_executor.models.registry import ModelRegistry
-        from vllm.plugins import load_general_plugins
-
-        from sparsemla.backends.vllm import GENERIC_MODELS
-
-        load_general_plugins()
-        for architecture, name in GENERIC_MODELS.items():
-            ModelRegistry.register_model(architecture, name)
+        serve_portable_class()
     served = SERVED[mode.model]
     if mode.model == "deepseek_v4" and not has_tilelang():
         exchange_hyper_connections()
@@ -845,10 +973,10 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
     if ours != named or portable < needs_portable or any(x != classes for x in others):
         raise RuntimeError(f"{mode} needs other classes than those that serve: {classes, *others}")
     ready = time.perf_counter()
-    prompts = [{"prompt_token_ids": ids} for ids in served.prompts()]
+    prompts = [{"prompt_token_ids": ids} for ids in served.prompts()[: mode.prompts]]
     params = SamplingParams(
         temperature=0,
-        max_tokens=NUM_NEW,
+        max_tokens=mode.new_tokens,
         ignore_eos=True,
         logprobs=2,
         prompt_logprobs=0,
@@ -872,7 +1000,7 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
     if mode.more.get("enable_prefix_caching"):
         # Again, from cached prefixes: vLLM reads none of prompts whose log-probabilities it gives.
         again = SamplingParams(
-            temperature=0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=2, detokenize=False
+            temperature=0, max_tokens=mode.new_tokens, ignore_eos=True, logprobs=2, detokenize=False
         )
         for answer, later in zip(answers, llm.generate(prompts, again), strict=True):
             longer = len(answer.prompt_token_ids) > (served.block_size or math.inf)
@@ -881,6 +1009,7 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
             answer.outputs = later.outputs
     answered = time.perf_counter()
     kernels = llm.collective_rpc(counted)
+    exchanges = llm.collective_rpc(transports) if mode.dcp > 1 and "indexer" in mode.plugins else []
     drafts = {
         name: next(
             each.value
@@ -916,6 +1045,7 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         "seconds": [ready - began, answered - ready],
         "shared": shared,
         "drafts": drafts,
+        "exchanges": sorted({each for rank in exchanges for each in rank}),
     }
 
 
@@ -983,6 +1113,8 @@ def describe(name: str, folder: Path) -> None:
         sys.stdout.write(
             "{}: accepted {accepted} of {draft} drafts\n".format(name, **report["drafts"])
         )
+    if report["exchanges"]:
+        sys.stdout.write(f"{name}: exchanged selections: {', '.join(report['exchanges'])}\n")
     if report["shared"]:
         sys.stdout.write(
             f"{name}: recorded lists share at least {min(report['shared']):.4f} of their entries "
@@ -992,14 +1124,16 @@ def describe(name: str, folder: Path) -> None:
 
 
 def compare(name: str, base: str, folder: Path) -> bool:
-    """Tell how far two modes are apart, and whether all tokens are equal."""
+    """Tell how far two modes are apart, and whether all tokens are equal, as far as both answer."""
     read = (json.loads((folder / f"{each}.json").read_text())["answers"] for each in (name, base))
-    pairs = list(zip(*read, strict=True))
-    equal = sum(ours["tokens"] == theirs["tokens"] for ours, theirs in pairs)
+    pairs = list(zip(*read, strict=False))
+    tokens = [[answer["tokens"] for answer in pair] for pair in pairs]
+    count = min(len(each) for pair in tokens for each in pair)
+    equal = sum(ours[:count] == theirs[:count] for ours, theirs in tokens)
     apart = np.concatenate([np.abs(np.subtract(a["prompt"], b["prompt"])) for a, b in pairs])
     margin = min(ours["margin"] for ours, _ in pairs)
     sys.stdout.write(
-        f"{name} and {base}: {equal} of {len(pairs)} answers of {NUM_NEW} tokens are equal, with "
+        f"{name} and {base}: {equal} of {len(pairs)} answers of {count} tokens are equal, with "
         f"margins of at least {margin:.2f}; log-probabilities of {apart.size} tokens of prompts "
         f"are {apart.mean():.4f} apart, {apart.max():.4f} at most\n"
     )
@@ -1014,6 +1148,7 @@ def serve_apart(
     limit: float,
     total: float = math.inf,
     present: int = 1,
+    tell: Callable[[str, Path], object] | None = describe,
 ) -> set[str]:
     """Serve each of these by a process of its own, and tell of each as it ends.
 
@@ -1025,12 +1160,13 @@ def serve_apart(
         limit: seconds for a mode.
         total: seconds for all; a mode that has less than a tenth of ``limit`` is left out.
         present: number of GPUs, over which modes of one GPU are spread.
+        tell: what is called for each that wrote a result.
 
     Returns:
         The names of those that wrote a result.
     """
     end = time.monotonic() + total
-    single = [name for name in names if MODES[name].gpus == 1]
+    single = [name for name in names if MODES[name].gpus == 1] if present > 1 else []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(present))))
     devices = visible.split(",")
 
@@ -1043,7 +1179,7 @@ def serve_apart(
         path = folder / f"{name}.log"
         whole = [*command, "--folder", str(folder), "--limit", f"{left:g}", "--serve", name]
         environment = dict(os.environ)
-        if name in single and present > 1:
+        if name in single:
             environment["CUDA_VISIBLE_DEVICES"] = devices[single.index(name) % len(devices)]
         try:
             with path.open("w") as log:
@@ -1051,7 +1187,8 @@ def serve_apart(
                     whole, stdout=log, stderr=log, check=False, timeout=left, env=environment
                 )
             if done.returncode == 0:
-                describe(name, folder)
+                if tell is not None:
+                    tell(name, folder)
                 return
             failed = f"failed with code {done.returncode}"
         except subprocess.TimeoutExpired:
@@ -1108,12 +1245,31 @@ def select_modes(
 
 def nccl_version() -> tuple[int, ...]:
     """The version of the NCCL that vLLM loads; PyTorch's, unless a variable names another one."""
-    path = os.environ.get("VLLM_NCCL_SO_PATH")
-    if path is None:
-        return torch.cuda.nccl.version()[:3]
+    return version_of(os.environ.get("VLLM_NCCL_SO_PATH", LIBRARY))
+
+
+def version_of(path: str) -> tuple[int, ...]:
+    """The version of the NCCL in a file."""
     code = ctypes.c_int()
     ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
     return code.value // 10000, code.value // 100 % 100, code.value % 100
+
+
+def check_sharing() -> None:
+    """Refuse ranks that share a GPU where an NCCL would.
+
+    Raises:
+        RuntimeError: vLLM or PyTorch loads an NCCL that is older than :data:`SHARING_NCCL`.
+    """
+    path = os.environ.get("VLLM_NCCL_SO_PATH", LIBRARY)
+    places = {"VLLM_NCCL_SO_PATH": path, "LD_PRELOAD": LIBRARY}
+    for variable, path in places.items():
+        if (found := version_of(path)) < SHARING_NCCL:
+            needed, old = (".".join(map(str, each)) for each in (SHARING_NCCL, found))
+            raise RuntimeError(
+                f"ranks share a GPU with NCCL {needed} or newer only, got {old} of {path}; "
+                f"{variable} can name a newer libnccl.so.2"
+            )
 
 
 def main() -> int:
@@ -1130,19 +1286,34 @@ def main() -> int:
     parser.add_argument(
         "--portable", action="store_true", help="serve vLLM's portable class in every mode"
     )
+    parser.add_argument(
+        "--share-gpu", action="store_true", help="all ranks of a mode use the first GPU"
+    )
+    parser.add_argument("--prompts", type=int, help="answer only the first ones; default all")
+    parser.add_argument("--new-tokens", type=int, default=NUM_NEW, help="of each answer")
     parser.add_argument("--at-once", type=int, default=1, help="modes that are served at once")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a mode")
     parser.add_argument("--total", type=float, default=math.inf, help="seconds for all modes")
     arguments = parser.parse_args()
     folder, model = arguments.folder, arguments.folder / "model"
+    if arguments.share_gpu:
+        check_sharing()
     if arguments.serve:
         # Where it hangs, its log ends with what each thread was doing.
         faulthandler.dump_traceback_later(0.95 * arguments.limit)
         mode = MODES[arguments.serve]
-        mode = replace(mode, portable=mode.portable or arguments.portable)
+        mode = replace(
+            mode,
+            portable=mode.portable or arguments.portable,
+            shares_gpu=arguments.share_gpu,
+            prompts=arguments.prompts,
+            new_tokens=arguments.new_tokens,
+        )
         serve(mode, model, folder / f"{arguments.serve}.json")
         return 0
     present = torch.cuda.device_count()
+    if arguments.share_gpu:
+        present = max(mode.gpus for mode in MODES.values())
     nccl = nccl_version() if present > 1 else ()
     chosen = arguments.only, arguments.acting_as
     modes = select_modes(arguments.model, arguments.gpus, present, nccl, *chosen)
@@ -1150,9 +1321,13 @@ def main() -> int:
     for name, make in CHECKPOINTS.items():
         if any(name in checkpoints_of(MODES[mode]) for mode in modes):
             make(model, folder / name)
-    command = [sys.executable, __file__, *(["--portable"] if arguments.portable else [])]
+    command = [sys.executable, __file__, "--new-tokens", str(arguments.new_tokens)]
+    command += ["--portable"] if arguments.portable else []
+    command += ["--prompts", str(arguments.prompts)] if arguments.prompts else []
+    command += ["--share-gpu"] if arguments.share_gpu else []
     limits = arguments.limit, arguments.total
-    served = serve_apart(command, modes, folder, arguments.at_once, *limits, present)
+    spread = 1 if arguments.share_gpu else present
+    served = serve_apart(command, modes, folder, arguments.at_once, *limits, spread)
     equal = [compare(name, base, folder) for name, base in PAIRS if {name, base} <= served]
     return int(served != set(modes) or not all(equal))
 

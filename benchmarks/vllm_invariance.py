@@ -5,7 +5,9 @@ own: one request at a time, all at once, in reverse order, and in smaller chunks
 each layer it keeps digests of the queries, the selection, and the attention output with its lse.
 Runs of the default mode are the control: their bits differ.
 
-Needs vLLM 0.33 and an sm_90 GPU. Run ``python benchmarks/vllm_invariance.py``.
+Needs vLLM 0.33 and an sm_90 GPU. Run ``python benchmarks/vllm_invariance.py``. With ``--ranks`` so
+many GPUs share the heads in every run, and digests are those of each rank; ``--share-gpu`` lets all
+ranks use the first GPU, as in ``vllm_engine.py``.
 """
 
 from __future__ import annotations
@@ -16,13 +18,27 @@ import json
 import os
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_engine import BOTH, LENGTHS, NUM_NEW, VOCABULARY, make_model, serve_apart
+from vllm_engine import (
+    BOTH,
+    LENGTHS,
+    NO_MULTICAST,
+    NUM_NEW,
+    SHARED_GPU,
+    VOCABULARY,
+    check_sharing,
+    make_model,
+    serve_apart,
+    serve_portable_class,
+    sharing_a_gpu,
+)
 
 PARTS = "queries", "selection", "attention"
 
@@ -37,6 +53,10 @@ class Run:
         order: ``"alone"``, one request at a time; ``"together"``; or ``"reversed"``.
         chunk: most tokens of a step.
         graphs: whether steps are captured; then only logits are compared.
+        ranks: GPUs that share the heads.
+        shares_gpu: all ranks use the first GPU.
+        portable: vLLM's portable class serves.
+        new_tokens: of each answer.
     """
 
     invariant: bool = True
@@ -44,6 +64,10 @@ class Run:
     order: str = "together"
     chunk: int = 1024
     graphs: bool = False
+    ranks: int = 1
+    shares_gpu: bool = False
+    portable: bool = False
+    new_tokens: int = NUM_NEW
 
 
 RUNS = {
@@ -61,13 +85,15 @@ RUNS = {
 CONTROL = "default"
 
 
-def watch(digests: dict[str, Counter[str]]) -> None:
-    """Count digests of what each token's attention reads and returns, in every layer."""
+def watch(worker: Any) -> None:  # noqa: ANN401 - of vLLM
+    """Count digests of what each token's attention reads and returns, in every layer of a rank."""
     import torch
 
     from sparsemla.backends.vllm.attention import SparseMLAImpl
 
     attend = SparseMLAImpl.forward_mqa
+    digests: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
+    worker.digests = digests
 
     def rows_of(values: torch.Tensor, count: int) -> np.ndarray:
         rows = values[:count].reshape(count, -1).contiguous()
@@ -92,12 +118,33 @@ def watch(digests: dict[str, Counter[str]]) -> None:
     SparseMLAImpl.forward_mqa = watched
 
 
+def watched_by(worker: Any) -> dict[str, dict[str, int]]:  # noqa: ANN401 - of vLLM
+    """What :func:`watch` has counted in a rank."""
+    return {part: dict(counts) for part, counts in worker.digests.items()}
+
+
 def serve(run: Run, model: Path, result: Path) -> None:
     """Serve the requests; write their tokens and log-probabilities, and the digests."""
-    os.environ |= {"VLLM_PLUGINS": BOTH, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    os.environ["VLLM_BATCH_INVARIANT"] = str(int(run.invariant))
+    os.environ |= {
+        "VLLM_PLUGINS": BOTH,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "VLLM_BATCH_INVARIANT": str(int(run.invariant)),
+        **NO_MULTICAST,
+    }
+    shares = run.shares_gpu and run.ranks > 1
+    if shares:
+        os.environ |= SHARED_GPU
+    with sharing_a_gpu(run.ranks) if shares else nullcontext():
+        result.write_text(json.dumps(_serve(run, model)))
+
+
+def _serve(run: Run, model: Path) -> dict[str, Any]:
+    """The tokens and log-probabilities, and of each rank the digests."""
     from vllm import LLM, SamplingParams
 
+    if run.portable:
+        serve_portable_class()
     llm = LLM(
         model=str(model),
         skip_tokenizer_init=True,
@@ -108,17 +155,19 @@ def serve(run: Run, model: Path, result: Path) -> None:
         max_num_batched_tokens=run.chunk,
         max_num_seqs=8,
         block_size=64,
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.2 / (run.ranks if run.shares_gpu else 1),
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
+        tensor_parallel_size=run.ranks,
+        disable_custom_all_reduce=True,
+        distributed_executor_backend="mp" if run.ranks > 1 else None,
     )
-    digests: dict[str, Counter[str]] = {part: Counter() for part in PARTS}
     if not run.graphs:
-        watch(digests)
+        llm.collective_rpc(watch)
     draw = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": draw.integers(2, VOCABULARY, n).tolist()} for n in LENGTHS]
     params = SamplingParams(
-        temperature=0, max_tokens=NUM_NEW, ignore_eos=True, logprobs=1, detokenize=False
+        temperature=0, max_tokens=run.new_tokens, ignore_eos=True, logprobs=1, detokenize=False
     )
     if run.order == "alone":
         answers = [llm.generate([prompt], params)[0] for prompt in prompts]
@@ -132,7 +181,21 @@ def serve(run: Run, model: Path, result: Path) -> None:
         for one in answer.outputs
         for token, step in zip(one.token_ids, one.logprobs, strict=True)
     ]
-    result.write_text(json.dumps({"tokens": tokens, "digests": digests}))
+    return {
+        "tokens": tokens,
+        "digests": [] if run.graphs else llm.collective_rpc(watched_by),
+    }
+
+
+def counted(ranks: Sequence[dict[str, dict[str, int]]], part: str) -> Counter[str]:
+    """Digests of a part, each behind its rank."""
+    return Counter(
+        {
+            f"{rank} {digest}": count
+            for rank, parts in enumerate(ranks)
+            for digest, count in parts[part].items()
+        }
+    )
 
 
 def compare(name: str, base: str, folder: Path) -> bool:
@@ -141,7 +204,7 @@ def compare(name: str, base: str, folder: Path) -> bool:
     answers = [one == other for one, other in zip(ours["tokens"], theirs["tokens"], strict=True)]
     said, equal = [f"{sum(answers)} of {len(answers)} log-probabilities"], all(answers)
     for part in PARTS:
-        one, other = (Counter(each["digests"][part]) for each in (ours, theirs))
+        one, other = (counted(each["digests"], part) for each in (ours, theirs))
         if one:  # not captured
             same = (one & other).total()
             said.append(f"{part} {same} of {other.total()}")
@@ -157,15 +220,34 @@ def main() -> int:
     parser.add_argument("--serve", choices=RUNS, help="one run only, in this process")
     parser.add_argument("--at-once", type=int, default=1, help="runs that are served at once")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a run")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=[*RUNS], help="these runs")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the heads")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks use the first GPU")
+    parser.add_argument("--portable", action="store_true", help="serve vLLM's portable class")
+    parser.add_argument("--new-tokens", type=int, default=NUM_NEW, help="of each answer")
     arguments = parser.parse_args()
     folder, model = arguments.folder, arguments.folder / "model"
+    if arguments.share_gpu:
+        check_sharing()
     if arguments.serve:
-        serve(RUNS[arguments.serve], model, folder / f"{arguments.serve}.json")
+        run = replace(
+            RUNS[arguments.serve],
+            ranks=arguments.ranks,
+            shares_gpu=arguments.share_gpu,
+            portable=arguments.portable,
+            new_tokens=arguments.new_tokens,
+        )
+        serve(run, model, folder / f"{arguments.serve}.json")
         return 0
     make_model(model)
-    served = serve_apart(__file__, RUNS, folder, arguments.at_once, arguments.limit)
+    command = [sys.executable, __file__, "--ranks", str(arguments.ranks)]
+    command += ["--new-tokens", str(arguments.new_tokens)]
+    command += ["--share-gpu"] if arguments.share_gpu else []
+    command += ["--portable"] if arguments.portable else []
+    limits = arguments.at_once, arguments.limit
+    served = serve_apart(command, arguments.only, folder, *limits, tell=None)
     right = []
-    for name in RUNS:
+    for name in arguments.only:
         kind = name.split(",")[0]
         base = f"{kind}, alone"
         if name == base:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -25,7 +25,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
     ("name", "option"),
     [
         ("vllm_engine.py", "--serve"),
-        ("vllm_invariance.py", "--at-once"),
+        ("vllm_invariance.py", "--share-gpu"),
         ("vllm_first_request.py", "--serve"),
         ("vllm_bench.py", "--experts"),
         ("vllm_places.py", "--places"),
@@ -86,7 +86,7 @@ def test_answers_that_differ_from_cached_prefixes_fail(second, capsys, monkeypat
     report |= {"answers": answers, "accepted": [1.0]}
     (tmp_path / "sglang.json").write_text(json.dumps(report))
     monkeypatch.setattr(sglang_engine, "make_drafting_model", lambda folder: None)
-    monkeypatch.setattr(sglang_engine, "serve_apart", lambda *args: {"sglang"})
+    monkeypatch.setattr(sglang_engine, "serve_apart", lambda *args, **_: {"sglang"})
     monkeypatch.setattr(sys, "argv", ["", "--folder", str(tmp_path), "--only", "sglang"])
     differ = second != [5, 6]
     assert sglang_engine.main() == differ
@@ -148,7 +148,8 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     assert select_modes("deepseek_v32", None, 1, ()) == one
     lines = capsys.readouterr().out.splitlines()
     assert "both, dcp2: left out, needs 2 GPUs and finds 1" in lines
-    assert len(lines) == 18
+    assert "both, tp8 dcp4: left out, needs 8 GPUs and finds 1" in lines
+    assert len(lines) == 33
     old = select_modes("deepseek_v32", 2, 2, (2, 28, 9))
     line = "both, dcp2: left out, needs NCCL 2.29.7 and finds 2.28.9"
     assert line in capsys.readouterr().out.splitlines()
@@ -158,8 +159,8 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     pairs = [(name, base) for name, base in PAIRS if {name, base} <= set(two)]
     assert {name for name in two if MODES[name].gpus == 2} <= {name for name, _ in pairs}
     assert set(two) == {name for pair in pairs for name in pair}
-    four = ["v4, graphs", "v4, graphs, tp2", "v4, graphs, tp2 rows"]
-    assert select_modes("deepseek_v4", 2, 2, ()) == four
+    pairs_of_v4 = ["v4", "v4, graphs", "v4, tp2", "v4, graphs, tp2", "v4, graphs, tp2 rows"]
+    assert select_modes("deepseek_v4", 2, 2, ()) == pairs_of_v4
     only = ["both, hisparse", "both, ngram"]
     assert select_modes("deepseek_v32", None, 1, (), only) == ["both, graphs", *only]
     only.reverse()
@@ -179,6 +180,91 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("vllms", "torchs", "refused"),
+    [
+        (23007, 23007, None),
+        (23000, 23100, None),
+        (22907, 23007, "got 2.29.7 of /vllms/libnccl.so.2; VLLM_NCCL_SO_PATH can name a newer"),
+        (23007, 22809, "got 2.28.9 of libnccl.so.2; LD_PRELOAD can name a newer"),
+        (None, 22809, "got 2.28.9 of libnccl.so.2; VLLM_NCCL_SO_PATH can name a newer"),
+    ],
+)
+def test_ranks_share_a_gpu_where_both_nccls_let_them(vllms, torchs, refused, monkeypatch):
+    import vllm_engine
+
+    class Library:
+        def __init__(self, path):
+            self.version = {"/vllms/libnccl.so.2": vllms, "libnccl.so.2": torchs}[path]
+
+        def ncclGetVersion(self, code):
+            code._obj.value = self.version
+
+    monkeypatch.setattr(vllm_engine.ctypes, "CDLL", Library)
+    if vllms is None:
+        monkeypatch.delenv("VLLM_NCCL_SO_PATH", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_NCCL_SO_PATH", "/vllms/libnccl.so.2")
+    if refused is None:
+        vllm_engine.check_sharing()
+        return
+    with pytest.raises(RuntimeError, match=f"share a GPU with NCCL 2.30 or newer only, {refused}"):
+        vllm_engine.check_sharing()
+
+
+def test_modes_that_share_a_gpu_are_all_served_with_their_settings(monkeypatch, tmp_path):
+    import vllm_engine
+
+    asked = {}
+
+    def serve_apart(command, names, folder, at_once, limit, total, present):
+        asked.update(command=command[2:], names=names, present=present)
+        return {*names}
+
+    monkeypatch.setattr(vllm_engine, "serve_apart", serve_apart)
+    monkeypatch.setattr(vllm_engine, "compare", lambda *_: True)
+    model = replace(vllm_engine.SERVED["deepseek_v32"], make=lambda folder: None)
+    monkeypatch.setitem(vllm_engine.SERVED, "deepseek_v32", model)
+    monkeypatch.setattr(vllm_engine, "check_sharing", lambda: asked.update(checked=True))
+    monkeypatch.setattr(vllm_engine, "nccl_version", lambda: (2, 30, 7))
+    options = ["--share-gpu", "--prompts", "4", "--new-tokens", "16", "--portable"]
+    monkeypatch.setattr(
+        sys, "argv", ["", "--folder", str(tmp_path), *options, "--only", "both, tp8 dcp4"]
+    )
+    assert vllm_engine.main() == 0
+    assert asked["checked"]
+    assert asked["names"] == ["both", "both, tp8 dcp4"]
+    assert asked["present"] == 1  # GPUs over which modes are spread
+    served = {}
+    monkeypatch.setattr(vllm_engine, "serve", lambda mode, model, result: served.update(mode=mode))
+    monkeypatch.setattr(vllm_engine.faulthandler, "dump_traceback_later", lambda _: None)
+    serving = ["--folder", str(tmp_path), "--limit", "9", "--serve", "both, tp8 dcp4"]
+    monkeypatch.setattr(sys, "argv", ["", *asked["command"], *serving])
+    assert vllm_engine.main() == 0
+    mode = served["mode"]
+    assert (mode.gpus, mode.dcp, mode.shares_gpu, mode.portable) == (8, 4, True, True)
+    assert (mode.prompts, mode.new_tokens) == (4, 16)
+    arguments = vllm_engine.engine_arguments(vllm_engine.MODES["both, tp8"], tmp_path)
+    assert "distributed_executor_backend" not in arguments
+
+
+@pytest.mark.parametrize("token", [5, 9])
+def test_shorter_answers_are_compared_with_beginnings(token, capsys, tmp_path):
+    from vllm_engine import compare
+
+    def answer(*tokens):
+        return {"prompt": [-1.0, -2.0], "tokens": tokens, "margin": 1.0}
+
+    reports = {"long": [answer(3, 4, 5), answer(6, 7, 8)], "short": [answer(3, token)]}
+    reports["same"] = [answer(3, 4)]
+    for name, answers in reports.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"answers": answers}))
+    assert compare("same", "long", tmp_path)
+    assert "1 of 1 answers of 2 tokens are equal" in capsys.readouterr().out
+    assert not compare("short", "long", tmp_path)
+    assert "0 of 1 answers of 2 tokens are equal" in capsys.readouterr().out
+
+
 def test_modes_are_spread_over_gpus_in_their_order_while_time_is_left(
     tmp_path, capsys, monkeypatch
 ):
@@ -195,7 +281,7 @@ def test_modes_are_spread_over_gpus_in_their_order_while_time_is_left(
         "if name == 'both, reload':\n"
         "    time.sleep(60)\n"
         "report = {'seconds': [0, 0], 'classes': [gpus], 'compiled': [], 'loaded': []}\n"
-        "report |= {'drafts': {}, 'shared': []}\n"
+        "report |= {'drafts': {}, 'shared': [], 'exchanges': []}\n"
         "pathlib.Path(folder, name + '.json').write_text(json.dumps(report))\n"
     )
     names = ["both", "both, tp2", "both, graphs", "both, ngram", "both, async", "both, reload"]

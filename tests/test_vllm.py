@@ -2274,20 +2274,25 @@ def test_rows_of_decodes_and_of_whole_graphs_are_not_divided(config, two_tp_rank
 
 ENGINES = """
 import json
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm_engine import MODES, engine_arguments
+from vllm_engine import MODES, engine_arguments, sharing_a_gpu
 
 type(current_platform).device_type = "cuda"  # a configuration needs one
 for name, mode in MODES.items():
     if mode.model == "deepseek_v32" and (
         mode.gpus > 1 or mode.records or mode.more
     ) and not any(each in name for each in ("hisparse", "sleep")):
-        config = EngineArgs(**engine_arguments(mode, Path({!r}))).create_engine_config()
+        shares = mode.gpus > 1
+        mode = replace(mode, shares_gpu=shares)
+        with sharing_a_gpu(mode.gpus) if shares else nullcontext():
+            config = EngineArgs(**engine_arguments(mode, Path({!r}))).create_engine_config()
         refused = []
         if mode.plugins:
             with set_current_vllm_config(config):
@@ -2304,6 +2309,7 @@ for name, mode in MODES.items():
             parallel.pipeline_parallel_size,
             parallel.decode_context_parallel_size,
             parallel.cp_kv_cache_interleave_size,
+            parallel.assigned_physical_gpu_ids,
             refused,
         ]))
 """
@@ -2311,6 +2317,8 @@ for name, mode in MODES.items():
 
 def test_vllm_accepts_the_modes_of_the_example(run_code, tmp_path):
     """All of them but the GPUs: configurations, and the backend with shared contexts.
+
+    Those of several GPUs here share the first one.
 
     HiSparse and sleeping are left out: vLLM asks for its class of platforms with CUDA.
     """
@@ -2322,13 +2330,15 @@ def test_vllm_accepts_the_modes_of_the_example(run_code, tmp_path):
     status, out, err = run_code(ENGINES.format(str(folder)), "sparsemla,sparsemla_indexer")
     assert status == 0, err
     lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-    assert len(lines) == 40
+    assert len(lines) == 55
     for name, *rest in lines:
         interleave = 64 if "in pages" in name else 1
-        several = re.search(r"\b(tp|dcp|pcp|pp)2", name)
-        heads = 1 if re.search(r"\bpc?p2", name) or not several else 2
-        ranks = ["mp" if several else "uni", heads, 2 if "pp2" in name.split(", ") else 1]
-        assert rest == [*ranks, 2 if "dcp2" in name else 1, interleave, []], name
+        sizes = {kind: int(size) for kind, size in re.findall(r"\b(tp|dcp|pcp|pp)(\d)", name)}
+        tp, dcp = sizes.get("tp", sizes.get("dcp", 1)), sizes.get("dcp", 1)
+        pp, all_ranks = sizes.get("pp", 1), max(sizes.values(), default=1)
+        gpus = [0] * all_ranks if sizes else None
+        ranks = ["mp" if sizes else "uni", tp, pp]
+        assert rest == [*ranks, dcp, interleave, gpus, []], name
 
 
 @pytest.mark.parametrize(("interleave", "num_ranks"), [(1, 2), (3, 2), (64, 3)])
