@@ -723,8 +723,7 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
         "max_num_batched_tokens": served.step,
         "max_num_seqs": 8,
         "block_size": served.block_size,
-        # Memory that must be free; each rank of a shared GPU asks for it.
-        "gpu_memory_utilization": 0.2 / (mode.gpus if mode.shares_gpu else 1),
+        "gpu_memory_utilization": 0.05,  # of the memory must be free
         "kv_cache_memory_bytes": 1 << 30,  # no measurement, so that several can serve at once
         "enable_prefix_caching": False,
         # It times kernels at many sizes, for which a comparison of tokens need not wait.
@@ -1300,7 +1299,13 @@ def main() -> int:
         check_sharing()
     if arguments.serve:
         # Where it hangs, its log ends with what each thread was doing.
-        faulthandler.dump_traceback_later(0.95 * arguments.limit)
+        end = time.monotonic() + 0.95 * arguments.limit
+
+        def dump_later() -> None:
+            faulthandler.dump_traceback_later(max(end - time.monotonic(), 1))
+
+        dump_later()
+        os.register_at_fork(after_in_child=dump_later)  # also of workers
         mode = MODES[arguments.serve]
         mode = replace(
             mode,

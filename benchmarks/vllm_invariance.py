@@ -155,7 +155,7 @@ def _serve(run: Run, model: Path) -> dict[str, Any]:
         max_num_batched_tokens=run.chunk,
         max_num_seqs=8,
         block_size=64,
-        gpu_memory_utilization=0.2 / (run.ranks if run.shares_gpu else 1),
+        gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=1 << 30,
         enable_prefix_caching=False,
         tensor_parallel_size=run.ranks,

@@ -9,6 +9,7 @@ import json
 import logging
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -24,13 +25,18 @@ with warnings.catch_warnings():
     import vllm
     import vllm.plugins
     from vllm import envs
-    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.config import (
+        CompilationConfig,
+        ParallelConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
     from vllm.engine.arg_utils import EngineArgs
     from vllm.logger import _print_info_once
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.models import deepseek_mtp, llama, registry  # noqa: F401
     from vllm.model_executor.models.registry import ModelRegistry
-    from vllm.platforms import current_platform
+    from vllm.platforms import current_platform, interface
     from vllm.platforms.interface import DeviceCapability
     from vllm.utils import deep_gemm
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -48,7 +54,7 @@ with warnings.catch_warnings():
     )
 
 from test_vllm_settings import V4, V32
-from vllm_engine import MODES, engine_arguments
+from vllm_engine import MODES, engine_arguments, sharing_a_gpu
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -66,6 +72,7 @@ CONFIGS = {
     "v32": V32 | DRAFTS,
     "glm5": V32 | DRAFTS | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"},
     "v4": V4 | DRAFTS,
+    "v4 with 64 heads": V4 | DRAFTS | {"num_attention_heads": 64, "o_groups": 16},
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -336,6 +343,61 @@ def test_the_example_serves_as_an_older_gpu_by_the_usual_command(command, folder
     assert config.attention_config.backend == CUSTOM
     assert config.cache_config.cache_dtype == ("fp8_ds_mla" if family == "v32" else "fp8")
     assert config.model_config.enforce_eager == (not mode.graphs)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, mode in MODES.items() if mode.gpus > 1 and mode.model == "deepseek_v4"]
+)
+def test_vllm_maps_all_ranks_of_deepseek_v4_to_one_gpu(command, folders, name, monkeypatch):
+    monkeypatch.setattr(PLATFORM, "device_count", lambda self: 1, raising=False)
+    mode = replace(MODES[name], shares_gpu=True)
+    arguments = engine_arguments(mode, folders["v4 with 64 heads"])
+    with sharing_a_gpu(mode.gpus):
+        config = command("v4 with 64 heads", (9, 0), ["sparsemla"], **arguments)
+        del arguments["distributed_executor_backend"]
+        with pytest.raises(ValueError, match=r"World size .* larger than the number of available"):
+            command("v4 with 64 heads", (9, 0), ["sparsemla"], **arguments)
+    parallel = config.parallel_config
+    assert parallel.assigned_physical_gpu_ids == [0] * mode.gpus
+    assert (parallel.tensor_parallel_size, parallel.world_size) == (mode.gpus, mode.gpus)
+    assert parallel.distributed_executor_backend == "mp"
+
+
+@pytest.mark.parametrize(("visible", "first"), [(None, 0), ("5", 5), ("6,5", 6)])
+def test_every_worker_takes_the_first_visible_gpu(visible, first, monkeypatch):
+    """vLLM's worker, up to where it has its device."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    variable, chosen = "CUDA_VISIBLE_DEVICES", []
+    monkeypatch.setattr(PLATFORM, "device_control_env_var", variable)
+    monkeypatch.delenv(variable, raising=False)
+    if visible is not None:
+        monkeypatch.setenv(variable, visible)
+    monkeypatch.setattr(interface, "_assigned_physical_gpu_ids", None)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+
+    class Reached(Exception):
+        pass
+
+    def reached(platform, dtype):
+        raise Reached
+
+    monkeypatch.setattr(PLATFORM, "check_if_supports_dtype", reached, raising=False)
+    with sharing_a_gpu(4):
+        gpus = EngineArgs()._resolve_device_ids()
+    assert gpus == [first] * 4
+    parallel = ParallelConfig(
+        tensor_parallel_size=4, distributed_executor_backend="mp", assigned_physical_gpu_ids=gpus
+    )
+    for rank in range(4):
+        worker = object.__new__(Worker)
+        worker.device_config = SimpleNamespace(device_type="cuda")
+        worker.parallel_config, worker.local_rank = parallel, rank
+        worker.model_config = SimpleNamespace(dtype=torch.bfloat16)
+        with pytest.raises(Reached):
+            worker.init_device()
+        assert worker.device == torch.device("cuda:0")
+    assert chosen == 4 * [torch.device("cuda:0")]
 
 
 def test_an_indexer_that_nobody_named_stops_no_start(command, said, monkeypatch):
