@@ -435,7 +435,7 @@ SHARED_GPU = {
     "NCCL_MAX_CTAS": "4",  # kernels of ranks that wait must leave multiprocessors to the others
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
-"""What lets NCCL and PyTorch's symmetric memory serve ranks that share a GPU."""
+"""What lets NCCL and PyTorch's symmetric memory serve ranks that share a GPU, unless set."""
 
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
@@ -890,7 +890,7 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
         os.environ["TORCH_COMPILE_DISABLE"] = "1"  # its processes would compile for the real GPU
     shares = mode.shares_gpu and mode.gpus > 1
     if shares:
-        os.environ |= SHARED_GPU
+        os.environ |= SHARED_GPU | os.environ  # what is set stays
     with (
         acting_as(mode.acting_as) if mode.acting_as else nullcontext(),
         sharing_a_gpu(mode.gpus) if shares else nullcontext(),

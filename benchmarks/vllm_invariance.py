@@ -134,7 +134,7 @@ def serve(run: Run, model: Path, result: Path) -> None:
     }
     shares = run.shares_gpu and run.ranks > 1
     if shares:
-        os.environ |= SHARED_GPU
+        os.environ |= SHARED_GPU | os.environ  # what is set stays
     with sharing_a_gpu(run.ranks) if shares else nullcontext():
         result.write_text(json.dumps(_serve(run, model)))
 

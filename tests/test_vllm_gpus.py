@@ -53,6 +53,8 @@ with warnings.catch_warnings():
         wrapper,
     )
 
+import vllm_engine
+from sparsemla import ExchangeWorkspace
 from test_vllm_settings import V4, V32
 from vllm_engine import MODES, engine_arguments, sharing_a_gpu
 
@@ -398,6 +400,34 @@ def test_every_worker_takes_the_first_visible_gpu(visible, first, monkeypatch):
             worker.init_device()
         assert worker.device == torch.device("cuda:0")
     assert chosen == 4 * [torch.device("cuda:0")]
+
+
+@pytest.mark.parametrize("name", ["both", "both, dcp4", "both, graphs, dcp2 gathers"])
+def test_modes_that_share_a_gpu_are_served_with_what_lets_them(name, monkeypatch, tmp_path):
+    given = {"PATH": "/bin", "NCCL_MAX_CTAS": "2"}
+    monkeypatch.setattr(vllm_engine.os, "environ", given)
+    connect, found = ExchangeWorkspace._connect, {}
+
+    def serve(mode, model):
+        found["gpus"] = EngineArgs(device_ids=[0])._resolve_device_ids()
+        found["refusal"] = ExchangeWorkspace._connect
+        return {}
+
+    monkeypatch.setattr(vllm_engine, "_serve", serve)
+    mode = replace(MODES[name], shares_gpu=True)
+    vllm_engine.serve(mode, tmp_path, tmp_path / "result.json")
+    set_to = {each: vllm_engine.os.environ.get(each) for each in vllm_engine.SHARED_GPU}
+    several = mode.gpus > 1
+    assert set_to == {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1" if several else None,
+        "NCCL_MAX_CTAS": "2",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1" if several else None,
+    }
+    assert found["gpus"] == [0] * mode.gpus
+    assert (found["refusal"] is connect) == (not mode.gathers)
+    if mode.gathers:
+        assert found["refusal"]() == (None, "the mode gathers selections")
+    assert ExchangeWorkspace._connect is connect
 
 
 def test_an_indexer_that_nobody_named_stops_no_start(command, said, monkeypatch):
