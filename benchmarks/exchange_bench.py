@@ -9,6 +9,9 @@ Every rank first compares its selections with that of one rank for whole context
 Run ``torchrun --nproc-per-node 2 benchmarks/exchange_bench.py``, on GPUs with NCCL. A time is the
 median of the slowest rank. With several ranks on CPUs, it shows that the program works.
 
+With ``NCCL_MULTI_RANK_GPU_ENABLE=1`` and ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` ranks may
+share a GPU (NCCL 2.30): results are checked, and no times are shown or written.
+
 ``--stress 100000`` instead exchanges so many times through symmetric memory, with random delays of
 each rank, by launches and in replays of a CUDA graph, and compares each result with the
 collective's in bits.
@@ -48,6 +51,7 @@ from sparsemla.parallel import Transport
 from sparsemla_lab.bench.timing import Results, Timer
 from sparsemla_lab.bench.workloads import PAGE_SIZE, IndexerScoresPaged
 from sparsemla_lab.testing.compare import assert_equal
+from sparsemla_lab.testing.ranks import gpu_of, shared
 
 CONTEXTS = (32768, 131072, 1048576)
 BATCHES = (1, 16, 64, 128)
@@ -354,6 +358,16 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def without_times(rows: list[Row]) -> str:
+    """What was checked, of ranks that share a GPU."""
+    lines = [
+        f"{row.context:7d} tokens, {row.batch} requests: selections"
+        f"{'' if row.symmetric is None else ', also through symmetric memory,'} and slots are right"
+        for row in rows
+    ]
+    return "\n".join([f"{rows[0].num_ranks} ranks share a GPU: no times", *lines]) + "\n"
+
+
 def main() -> int:
     """Measure all sizes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -369,7 +383,12 @@ def main() -> int:
     arguments = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+        device = gpu_of(int(os.environ["LOCAL_RANK"]), ranks)
+        if arguments.json and shared(ranks):
+            parser.error(
+                "--json must be left out where ranks share a GPU: their times mean nothing"
+            )
         torch.cuda.set_device(device)
     distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if arguments.stress:
@@ -384,7 +403,7 @@ def main() -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if distributed.get_rank() == 0:
-        sys.stdout.write(table(rows))
+        sys.stdout.write(without_times(rows) if shared(rows[0].num_ranks) else table(rows))
         if arguments.json:
             arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     distributed.destroy_process_group()

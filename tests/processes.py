@@ -23,17 +23,19 @@ from typing import Any
 import pytest
 import torch
 
+from sparsemla_lab.testing.ranks import enough_gpus, gpu_of
+
 RANK_DEVICES = [
     "cpu",
     pytest.param(
         "cuda",
         marks=[
             pytest.mark.gpu,
-            pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+            pytest.mark.skipif(not enough_gpus(2), reason="needs two CUDA GPUs"),
         ],
     ),
 ]
-"""Where :func:`on_two_ranks` can run."""
+"""Where :func:`on_two_ranks` can run; also on one GPU, with NCCL's switch for ranks that share."""
 
 RANKS = [
     (2, "cpu"),
@@ -45,7 +47,7 @@ RANKS = [
             marks=[
                 pytest.mark.gpu,
                 pytest.mark.skipif(
-                    torch.cuda.device_count() < num_ranks, reason=f"needs {num_ranks} CUDA GPUs"
+                    not enough_gpus(num_ranks), reason=f"needs {num_ranks} CUDA GPUs"
                 ),
             ],
         )
@@ -129,7 +131,7 @@ def _rank(
     torch.set_num_threads(1)  # the threads of OpenMP are not forked
     backend, place = "gloo", None
     if device == "cuda":
-        backend, place = "nccl", torch.device("cuda", rank)
+        backend, place = "nccl", gpu_of(rank, num_ranks)
         torch.cuda.set_device(place)
     meeting = f"file://{folder}/meeting"
     torch.distributed.init_process_group(
