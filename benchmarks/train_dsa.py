@@ -69,6 +69,7 @@ from sparsemla_lab.corpus import (
     training_text,
     windows,
 )
+from sparsemla_lab.testing.ranks import gpu_of, shared
 
 
 class Phase(NamedTuple):
@@ -653,8 +654,9 @@ def meet(size: Size, device: str) -> tuple[int, int, torch.device]:
     if any(count % num_ranks for count in rows):
         raise ValueError(f"ranks must divide the rows of each step, {rows}, got {num_ranks} ranks")
     if device == "cuda":
-        device = f"cuda:{dist.get_node_local_rank()}"
-        torch.cuda.set_device(device)
+        place = gpu_of(dist.get_node_local_rank(), num_ranks)
+        torch.cuda.set_device(place)
+        return dist.get_rank(), num_ranks, place
     return dist.get_rank(), num_ranks, torch.device(device)
 
 
@@ -684,6 +686,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps=steps,
         torch=torch.__version__,
         ranks=num_ranks,
+        share_a_gpu=device.type == "cuda" and shared(num_ranks),
     )
     in_time = run.all_stages(text)
     if dist.is_torchelastic_launched():

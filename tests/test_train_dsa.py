@@ -179,16 +179,25 @@ def test_the_learning_rate_rises_and_falls():
     assert 0.1 <= rates[-1] < 0.11
 
 
-def train_as_rank(rank: int, folder: Path) -> int:
-    with tiny_size():
-        return train(folder)
+def train_as_rank(rank: int, folder: Path) -> tuple[int, list[tuple[int, int]]]:
+    """The status, and of each step the rows of this rank and of all."""
+    rows = []
+    losses_of = train_dsa.losses_of
+
+    def seen(logits, batch, whole, num_ranks):
+        rows.append((len(batch.tokens), len(whole.tokens)))
+        return losses_of(logits, batch, whole, num_ranks)
+
+    with tiny_size(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_dsa, "losses_of", seen)
+        return train(folder), rows
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_train_as_one_process(folder, tmp_path, num_ranks):
     """The same losses, gradient norms and weights to rounding: the same batches, equal parts."""
-    status = processes.on_ranks(num_ranks, tmp_path, "cpu", train_as_rank, tmp_path)
-    assert status == [0] * num_ranks
+    ranks = processes.on_ranks(num_ranks, tmp_path, "cpu", train_as_rank, tmp_path)
+    assert [status for status, _ in ranks] == [0] * num_ranks
     alone, together = (
         [line for line in lines(path) if "stage" in line] for path in (folder, tmp_path)
     )
@@ -199,7 +208,20 @@ def test_ranks_train_as_one_process(folder, tmp_path, num_ranks):
             assert line[name] == pytest.approx(one[name], rel=1e-4, abs=2e-5), (line, name)
         assert line["tokens_per_second"] > 0
     first, *_ = lines(tmp_path)
-    assert first["ranks"] == num_ranks
+    assert (first["ranks"], first["share_a_gpu"]) == (num_ranks, False)
+    # The last checks are rank 0's alone: two runs of two steps, over whole batches.
+    steps = sum(STEPS.values())
+    (_, own), *others = ranks
+    assert all(part * num_ranks == whole for part, whole in own[:steps])
+    assert [part == whole for part, whole in own[steps:]] == [True] * 4
+    assert [len(rows) for _, rows in others] == [steps] * (num_ranks - 1)
+    one, several = (json.loads((path / "results.json").read_text()) for path in (folder, tmp_path))
+    assert several.keys() == one.keys()
+    for name, row in several.items():
+        assert row["loss"] == pytest.approx(one[name]["loss"], rel=1e-3), name
+    found = [{x["check"]: x["passed"] for x in lines(p) if "check" in x} for p in (folder, tmp_path)]
+    assert [found[1][name] for name in train_dsa.EXACT] == [True] * 2
+    assert found[1].keys() == found[0].keys()
 
 
 def refused(rank: int, folder: Path) -> str:
