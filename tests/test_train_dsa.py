@@ -219,7 +219,9 @@ def test_ranks_train_as_one_process(folder, tmp_path, num_ranks):
     assert several.keys() == one.keys()
     for name, row in several.items():
         assert row["loss"] == pytest.approx(one[name]["loss"], rel=1e-3), name
-    found = [{x["check"]: x["passed"] for x in lines(p) if "check" in x} for p in (folder, tmp_path)]
+    found = [
+        {x["check"]: x["passed"] for x in lines(p) if "check" in x} for p in (folder, tmp_path)
+    ]
     assert [found[1][name] for name in train_dsa.EXACT] == [True] * 2
     assert found[1].keys() == found[0].keys()
 
