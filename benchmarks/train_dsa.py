@@ -646,7 +646,8 @@ def as_text(
 def meet(size: Size, device: str) -> tuple[int, int, torch.device]:
     """This process among those that train: its rank, their number, its device."""
     if dist.is_torchelastic_launched():
-        dist.init_process_group()  # NCCL for tensors on GPUs, gloo for others
+        # Both are named: with a GPU the default is NCCL alone, and `told` has a tensor of the CPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     if not dist.is_initialized():
         return 0, 1, torch.device(device)
     num_ranks = dist.get_world_size()
