@@ -217,9 +217,9 @@ class Engine:
             computed[name] = done
         counts, drafted = out.num_scheduled_tokens, out.scheduled_spec_decode_tokens
         names = sort_batch_req_ids(counts, drafted, 1 + self.drafts)
-        hidden = torch.empty(0)
+        hidden, self.moved = torch.empty(0), None
         if not names:
-            self.connector.no_forward(out)
+            self.moved = self.connector.no_forward(out).kv_connector_output
         else:
             hidden = self.forward(out, names, computed)
         ends = torch.tensor([counts[name] for name in names]).cumsum(0).tolist()
@@ -243,6 +243,7 @@ class Engine:
             req_ids=names,
             req_id_to_index={name: i for i, name in enumerate(names)},
             sampled_token_ids=sampled,
+            kv_connector_output=self.moved,
         )
         self.scheduler.update_from_output(out, output)
         if self.drafts:
@@ -338,7 +339,7 @@ class Engine:
             lambda: self.connector.pre_forward(out, batch),
         )
         self.connector.finish_forward()
-        self.connector.post_forward(out.finished_req_ids)
+        self.moved = self.connector.post_forward(out.finished_req_ids)
         return hidden
 
 
@@ -772,6 +773,22 @@ def test_a_connector_beside_others_stops_the_start(model_config, plain_vllm):
         kv_connector_extra_config={"connectors": both},
     )
     with pytest.raises(ValueError, match=r"must be the only KV connector, .* got MultiCon"):
+        settings.refuse(config)
+
+
+@pytest.mark.parametrize("beside", [(), ("NixlConnector",)], ids=["alone", "of several"])
+def test_a_connector_that_leaves_out_index_keys_stops_the_start(model_config, plain_vllm, beside):
+    """``test_vllm_connectors.py`` shows that it does."""
+    register()
+    config = engine_config(model_config, attention_config=AttentionConfig(backend="CUSTOM"))
+    parts = [{"kv_connector": name} for name in ("ExampleConnector", *beside)]
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector" if beside else "ExampleConnector",
+        kv_role="kv_both",
+        kv_buffer_device="cpu",
+        kv_connector_extra_config={"connectors": parts} if beside else {},
+    )
+    with pytest.raises(ValueError, match=r"sparsemla: ExampleConnector of vLLM writes no index"):
         settings.refuse(config)
 
 

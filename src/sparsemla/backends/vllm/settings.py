@@ -56,6 +56,11 @@ HOST_MODULE = "sparsemla.backends.vllm.host"
 RECORDS_CONNECTOR = "RecordsConnector"
 RECORDS_MODULE = "sparsemla.backends.vllm.recording"
 
+EXAMPLE_CONNECTOR = "ExampleConnector"
+"""vLLM's connector that writes files. It writes what layers hand to it after attention, so no index
+keys, and of a prompt in chunks the rows of the first chunk only. Then it reads a file for each
+cache, index caches included."""
+
 FP8_CACHES = dict.fromkeys(("fp8", "fp8_e4m3"), "fp8_ds_mla")
 """The format that ``kv_cache_dtype`` means for sparse MLA, as in vLLM's ``FLASHMLA_SPARSE``."""
 
@@ -261,6 +266,7 @@ def refuse(config: VllmConfig) -> None:
     per_kind = ours and custom in attention.backend_per_kind.values()
     in_target = per_kind or (ours and attention.backend == custom)
     _refuse_beside_others(config)
+    _refuse_example_connector(config, in_target)
     _refuse_host_rows(config, in_target)
     _refuse_records(config)
     in_draft = ours and speculative is not None and speculative.attention_backend == custom
@@ -354,6 +360,29 @@ def _refuse_beside_others(config: VllmConfig) -> None:
                 f"sparsemla: {name} must be the only KV connector, as {reason}; "
                 f"got {transfer.kv_connector}"
             )
+
+
+def _refuse_example_connector(config: VllmConfig, in_target: bool) -> None:
+    """Stop a start with vLLM's example of a connector, which leaves out the index keys.
+
+    Args:
+        config: of the engine.
+        in_target: the attention backend of the model is this package's.
+
+    Raises:
+        ValueError: with what moves both caches.
+    """
+    transfer, model = config.kv_transfer_config, config.model_config
+    if transfer is None or model is None or model.is_submodel_config:
+        return
+    indexed = set(model.architectures) & {*DEEPSEEK_V32, *GLM5_NEXT, *HY_V4, *DEEPSEEK_V4}
+    ours = in_target or indexer_is_named()
+    if indexed and ours and transfer.has_connector(EXAMPLE_CONNECTOR):
+        raise ValueError(
+            f"sparsemla: {EXAMPLE_CONNECTOR} of vLLM writes no index keys, which "
+            f"{' and '.join(sorted(indexed))} read; use OffloadingConnector with files, or "
+            "NixlConnector"
+        )
 
 
 def _refuse_host_rows(config: VllmConfig, in_target: bool) -> None:

@@ -115,8 +115,8 @@ CONFIG = _rows(
         LoRAConfig: refused settings
             target_modules
     vllm.config.kv_transfer:
-        KVTransferConfig: rows on the host
-            kv_connector kv_connector_extra_config kv_connector_module_path
+        KVTransferConfig: rows on the host, refused settings
+            has_connector kv_connector kv_connector_extra_config kv_connector_module_path
     vllm.lora.utils:
         is_in_target_modules: refused settings
             module_name target_modules packed_modules_mapping
