@@ -489,7 +489,9 @@ def make_model(
         layers = model.model.layers
         layers[0].self_attn.q_b_proj.weight.view(HEADS, -1, 256)[0, 128:, 0] *= 2.5
         for number, layer in enumerate(layers):
-            layer.mlp.down_proj.weight *= 0.3
+            for name, weight in layer.mlp.named_parameters():
+                if "down_proj" in name:
+                    weight *= 0.3
             heads = layer.self_attn.o_proj.weight.view(HIDDEN, HEADS, VALUE)
             heads[:, 1:] *= 0.3
             heads[:, :1] *= 0.3 if number else 2.0

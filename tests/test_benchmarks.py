@@ -30,6 +30,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
         ("vllm_first_request.py", "--serve"),
         ("vllm_bench.py", "--experts"),
         ("vllm_places.py", "--places"),
+        ("vllm_connectors.py", "--ranks"),
         ("sglang_hooks.py", "--fa3"),
         ("sglang_engine.py", "--at-once"),
     ],
@@ -562,3 +563,81 @@ def selections(tokens):
     """A model of two layers whose tokens select 64 rows around them."""
     rows = torch.arange(tokens)[:, None] - torch.arange(63, -1, -1)
     return {layer: rows.clamp(min=0).int() for layer in range(2)}
+
+
+def test_engines_of_a_job_end_together_and_failures_are_told(tmp_path, capsys):
+    """One waits for the other, one fails, one would never end."""
+    from vllm_connectors import Job, run_job
+
+    code = """
+import json, pathlib, sys, time
+role, folder = sys.argv[-1], pathlib.Path(sys.argv[1])
+if role == "fails":
+    raise SystemExit("Error: no memory")
+while role == "waits" and not (folder / "writes.json").exists():
+    time.sleep(0.05)
+if role == "hangs":
+    time.sleep(600)
+print("== read 3 files")
+(folder / f"{role}.json").write_text("[]")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    nothing = dict.fromkeys(("writes", "waits"), print)
+    assert run_job("pair", Job(nothing), command, tmp_path, 60)
+    assert "waits: read 3 files" in capsys.readouterr().out
+    assert not run_job("pair", Job({"waits": print, "fails": print}), command, tmp_path, 60)
+    told = capsys.readouterr().out
+    assert "pair: fails ended with code 1" in told
+    assert "no memory" in told
+    assert not run_job("pair", Job({"hangs": print}), command, tmp_path, 1)
+    assert "hangs did not end in 1 s" in capsys.readouterr().out
+
+
+def test_answers_of_ranks_are_compared_in_the_order_of_prompts(tmp_path, capsys):
+    from vllm_connectors import Job, compare
+
+    def write(name, tokens, cached=64):
+        rows = [{"tokens": [t], "margin": 1.0, "prompt": 100, "cached": cached} for t in tokens]
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+
+    write("one", [3, 1, 4, 1, 5])
+    write("dp 0", [3, 4, 5])
+    write("dp 1", [1, 1])
+    job = Job({}, "one", ["dp 0", "dp 1"])
+    assert compare("dp", job, tmp_path)
+    write("dp 1", [1, 2])
+    assert not compare("dp", job, tmp_path)
+    assert "4 of 5 answers" in capsys.readouterr().out
+    write("files", [3, 1, 4, 1, 5], cached=0)
+    assert not compare("files", Job({}, "one", ["files"], reads=True), tmp_path)
+    assert "5 of 5 long prompts computed" in capsys.readouterr().out
+
+
+def test_places_take_turns_once_all_are_ready(tmp_path, capsys):
+    """One fails at its start; the others never run at the same time."""
+    from vllm_places import take_turns
+
+    code = """
+import json, pathlib, sys, time
+place, folder = sys.argv[-1], pathlib.Path(sys.argv[1])
+if place == "host":
+    raise SystemExit("Error: no pinned memory")
+(folder / f"{place}.ready").touch()
+while not (folder / f"{place}.turn").exists():
+    time.sleep(0.05)
+row = {"place": place, "batch": 1, "context": 2, "wall_ms": 1, "gpu_ms": 1, "prefill_s": 1}
+row |= {"tokens_per_s": 9, "missed_rows": 0, "at": time.time()}
+with (folder / "rows").open("a") as out:
+    out.write(json.dumps(row) + "\\n")
+time.sleep(0.5)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    assert not take_turns(command, ["gpu", "host", "stock"], tmp_path, tmp_path / "rows", 60)
+    told = capsys.readouterr().out
+    assert "host: ended with code 1" in told
+    assert "no pinned memory" in told
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["place"] for row in rows] == ["gpu", "stock"]
+    assert rows[1]["at"] - rows[0]["at"] > 0.5
+    (tmp_path / "rows").unlink()
+    assert take_turns(command, ["stock"], tmp_path, tmp_path / "rows", 60)
