@@ -53,12 +53,13 @@ import faulthandler
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -1141,6 +1142,10 @@ def compare(name: str, base: str, folder: Path) -> bool:
     return equal == len(pairs)
 
 
+STACKS_SECONDS = 2
+"""For the processes of a mode that has taken too long to write their stacks."""
+
+
 def serve_apart(
     command: Sequence[str],
     names: Sequence[str],
@@ -1182,18 +1187,24 @@ def serve_apart(
         environment = dict(os.environ)
         if name in single:
             environment["CUDA_VISIBLE_DEVICES"] = devices[single.index(name) % len(devices)]
-        try:
-            with path.open("w") as log:
-                done = subprocess.run(
-                    whole, stdout=log, stderr=log, check=False, timeout=left, env=environment
-                )
-            if done.returncode == 0:
-                if tell is not None:
-                    tell(name, folder)
-                return
-            failed = f"failed with code {done.returncode}"
-        except subprocess.TimeoutExpired:
-            failed = f"did not end in {left:.0f} s"
+        with (
+            path.open("w") as log,
+            subprocess.Popen(
+                whole, stdout=log, stderr=log, env=environment, start_new_session=True
+            ) as process,
+        ):
+            try:
+                failed = f"failed with code {process.wait(left)}"
+            except subprocess.TimeoutExpired:
+                failed = f"did not end in {left:.0f} s"
+                os.killpg(process.pid, signal.SIGABRT)
+                time.sleep(STACKS_SECONDS)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # workers that its end has left
+        if failed == "failed with code 0":
+            if tell is not None:
+                tell(name, folder)
+            return
         last = "\n".join(path.read_text(errors="replace").splitlines()[-20:])
         sys.stdout.write(f"{name}: {failed}; the end of {path}:\n{last}\n")
         sys.stdout.flush()
@@ -1301,13 +1312,8 @@ def main() -> int:
         check_sharing()
     if arguments.serve:
         # Where it hangs, its log ends with what each thread was doing.
-        end = time.monotonic() + 0.95 * arguments.limit
-
-        def dump_later() -> None:
-            faulthandler.dump_traceback_later(max(end - time.monotonic(), 1))
-
-        dump_later()
-        os.register_at_fork(after_in_child=dump_later)  # also of workers
+        # Told to abort, this process and the workers, its forks, write their stacks.
+        faulthandler.enable()
         mode = MODES[arguments.serve]
         mode = replace(
             mode,

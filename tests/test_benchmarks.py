@@ -239,7 +239,6 @@ def test_modes_that_share_a_gpu_are_all_served_with_their_settings(monkeypatch, 
     assert asked["present"] == 1  # GPUs over which modes are spread
     served = {}
     monkeypatch.setattr(vllm_engine, "serve", lambda mode, model, result: served.update(mode=mode))
-    monkeypatch.setattr(vllm_engine.faulthandler, "dump_traceback_later", lambda _: None)
     serving = ["--folder", str(tmp_path), "--limit", "9", "--serve", "both, tp8 dcp4"]
     monkeypatch.setattr(sys, "argv", ["", *asked["command"], *serving])
     assert vllm_engine.main() == 0
@@ -275,13 +274,16 @@ def test_modes_are_spread_over_gpus_in_their_order_while_time_is_left(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     program = tmp_path / "program.py"
     program.write_text(
-        "import json, os, pathlib, sys, time\n"
+        "import faulthandler, json, os, pathlib, sys, time\n"
         "folder, _, limit, _, name = sys.argv[2:]\n"
         "gpus = os.environ.get('CUDA_VISIBLE_DEVICES', 'all')\n"
         "if name == 'both, async':\n"
         "    sys.exit('broken')\n"
         "if name == 'both, reload':\n"
-        "    time.sleep(60)\n"
+        "    faulthandler.enable()\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(60)\n"
+        "    os.wait()\n"
         "report = {'seconds': [0, 0], 'classes': [gpus], 'compiled': [], 'loaded': []}\n"
         "report |= {'drafts': {}, 'shared': [], 'exchanges': []}\n"
         "pathlib.Path(folder, name + '.json').write_text(json.dumps(report))\n"
@@ -296,6 +298,8 @@ def test_modes_are_spread_over_gpus_in_their_order_while_time_is_left(
     assert "both, async: failed with code 1" in out
     assert "broken" in out
     assert re.search("both, reload: did not end in [3-6] s", out)
+    stacks = (tmp_path / "both, reload.log").read_text()  # of the program and of its fork
+    assert stacks.count("Fatal Python error: ") == 2
     assert "vllm: left out, 0 s are left" in out
 
 
