@@ -483,7 +483,11 @@ def measure(
     rank: bool,
 ) -> None:
     """All rows of a side, a line of JSON each; nothing else uses the GPU meanwhile."""
-    os.environ |= {"VLLM_PLUGINS": SIDES[side][0], "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {
+        "VLLM_PLUGINS": SIDES[side][0],
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_DEEP_GEMM_WARMUP": "skip",  # each size runs before it is timed
+    }
     if gpus > 1:
         os.environ |= SEVERAL_GPUS
     import vllm  # before the lock, as this takes seconds
