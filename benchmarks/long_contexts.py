@@ -5,11 +5,15 @@ the terms below; each constant says where it is from. Every rank of a context-pa
 share of the index keys on its GPU and of the latent rows in its host's memory, and hot rows of
 twice ``index_topk``.
 
-Run ``python benchmarks/long_contexts.py`` for the table of docs/long-contexts-evidence.md.
+Also predicted: what ``torchrun benchmarks/host_rows.py`` measures, a layer over host rows beside
+the same over resident rows, where ranks share contexts.
+
+Run ``python benchmarks/long_contexts.py`` for both tables of docs/long-contexts-evidence.md.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import astuple, dataclass
 
@@ -43,6 +47,69 @@ ATTENTION_US, ATTENTION_REQUEST_US = 37, 5.9
 RESOLVE_US = 7
 """The search among hot rows: predicted."""
 QUERY_BYTES, STATE_BYTES = 128 * 576 * 2, 128 * 512 * 2
+
+
+ALONE_US = {1: 47, 8: 65, 16: 75}
+"""A layer of one GPU over resident rows, projections included: measured, H200, by requests."""
+ALONE_MISSES = 0.47
+"""Rows that one GPU fetches, of those that a token selects: measured, H200, the shipped model."""
+PROJECTION_US = 128 * (1536 * 192 + 128 * 512) * 2 / HBM
+"""The queries' projections of 128 heads: the bytes of their weights."""
+HIDDEN_US = 10
+"""Of a fetch, behind the queries' projections: measured, H200; it takes so much longer alone."""
+START_US = 15
+"""Attention's time without rows: assumed."""
+LINKS = 42e3, 50e3
+"""Bytes a microsecond of a link: the slowest and the fastest measured, H200."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A layer over host rows beside resident ones, where ranks share contexts of 128K tokens.
+
+    Args:
+        ranks: of one host.
+        requests: of a step.
+        resident_us: projections, attention, and collectives of queries and partial results.
+        slow_us, fast_us: a fetch, with the misses of one GPU divided and the slower link, or with
+            the replayed misses and the faster link.
+        slow, fast: the layer's ratio to resident rows with each.
+    """
+
+    ranks: int
+    requests: int
+    resident_us: float
+    slow_us: float
+    fast_us: float
+    slow: float
+    fast: float
+
+
+def predict_ratio(ranks: int, requests: int) -> Ratio:
+    """A fetch is hidden behind the queries: their projection, and their collective."""
+    sent = requests * (ranks - 1) / ranks / NVLINK
+    projections, gather = PROJECTION_US / ranks, NCCL_US + sent * QUERY_BYTES
+    attention = START_US + (ALONE_US[requests] - PROJECTION_US - START_US) / ranks
+    resident = projections + gather + attention + NCCL_US + sent * STATE_BYTES
+    hidden = min(HIDDEN_US, projections) + gather
+    missed = ALONE_MISSES / ranks, MISSES[ranks]
+    fetches = [
+        LINK_US + requests * TOPK * share * 656 / link
+        for share, link in zip(missed, LINKS, strict=True)
+    ]
+    ratios = (1 + max(fetch - hidden, 0) / resident for fetch in fetches)
+    return Ratio(ranks, requests, resident, *fetches, *ratios)
+
+
+def ratios() -> list[str]:
+    """The lines of the table of ratios."""
+    lines = []
+    for ranks, requests in itertools.product((2, 4), ALONE_US):
+        found = predict_ratio(ranks, requests)
+        times = (f"{us:.0f}" for us in (found.resident_us, found.slow_us, found.fast_us))
+        both = f"{found.slow:.2f}", f"{found.fast:.2f}"
+        lines.append("| " + " | ".join([str(ranks), str(requests), *times, *both]) + " |")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -128,4 +195,4 @@ def rows() -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(rows()) + "\n")
+    sys.stdout.write("\n".join([*rows(), "", *ratios()]) + "\n")

@@ -196,7 +196,10 @@ def test_the_page_about_long_contexts_has_the_predictions():
     import long_contexts
 
     page = (DOCS / "long-contexts-evidence.md").read_text(encoding="utf-8").splitlines()
-    assert [line for line in page if line in set(long_contexts.rows())] == long_contexts.rows()
+    tables = {"prediction": long_contexts.rows(), "ratios": long_contexts.ratios()}
+    for name, lines in tables.items():
+        begin, end = (page.index(f"<!-- {name}: {word} -->") for word in ("begin", "end"))
+        assert page[begin + 3 : end] == lines
     alone, many = long_contexts.predict(1), long_contexts.predict(8)
     assert (many.requests, many.wall) == (35, "GPU memory")  # as in the table of what fits
     assert long_contexts.predict(8, host_gib=560).wall == "host memory"
@@ -205,6 +208,17 @@ def test_the_page_about_long_contexts_has_the_predictions():
     assert alone.exchange_ms == 0
     parts = many.indexer_ms, many.attention_ms, many.link_ms, many.exchange_ms
     assert many.step_ms == sum(parts)
+    ratio = long_contexts.predict_ratio(4, 16)
+    assert ratio.slow_us == pytest.approx(25 + 16 * 2048 * 0.47 / 4 * 656 / 42e3)
+    assert ratio.fast_us == pytest.approx(25 + 16 * 2048 * 0.054 * 656 / 50e3)
+    projections, sent = 128 * (1536 * 192 + 128 * 512) * 2 / 4.0e6, 16 * 0.75 / 387e3
+    gather = 30 + sent * 128 * 576 * 2
+    hidden = projections / 4 + gather  # less than the 10 us of one GPU
+    attention = 15 + (75 - projections - 15) / 4
+    resident = hidden + attention + 30 + sent * 128 * 512 * 2
+    assert ratio.resident_us == pytest.approx(resident)
+    assert ratio.slow == pytest.approx(1 + (ratio.slow_us - hidden) / resident)
+    assert long_contexts.predict_ratio(4, 1).slow == 1  # hidden
 
 
 def test_weights_that_do_not_fit():
