@@ -22,6 +22,16 @@ clock starts. All layers share the keys of one indexer.
 Run ``python benchmarks/host_rows.py --json rows.json`` on a GPU. A prefill alone, over 16 layers:
 ``--prefill 8192 --layers 16 --contexts 131072 1048576 --batches --fetches``. ``--device cpu`` with
 small sizes shows that the program works.
+
+Under ``torchrun --nproc-per-node 2`` ranks share each context (decode context parallelism): pages
+are dealt out in turn, on the device and on the host. A rank projects the queries of its heads, all
+gather those of all heads, each attends to the selected rows that it keeps, and each gets the merged
+outputs of its heads. Both sides must have the same bits, and those of one list of all ranks' rows
+but for the rounding of partial results. A time is the median of the slowest rank. Collectives are
+also timed alone. ``NCCL_NVLS_ENABLE=0`` leaves NVLink's multicast off.
+
+With ``NCCL_MULTI_RANK_GPU_ENABLE=1`` ranks may share a GPU (NCCL 2.30): bits are compared, and no
+times are shown or written.
 """
 
 from __future__ import annotations
@@ -30,10 +40,11 @@ import argparse
 import collections
 import itertools
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,30 +53,43 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.nn import functional
 
+from exchange_bench import all_gather
+from long_contexts import FORMATS, GPU_GIB
 from sparsemla import (
     FP8_DS_MLA,
     INDEX_FP8,
+    ContextShard,
     HeadWeight,
     HostCache,
     HostContext,
     HotRows,
     PagedCache,
     Plan,
+    exchange_states,
     fetch_rows,
     indexer_topk,
+    own_positions,
     plan_batch,
     project_heads,
     sparse_decode,
     sparse_prefill,
     to_slots,
 )
+from sparsemla.pinned import available_bytes
+from sparsemla_lab.capacity import GIB, capacity
+from sparsemla_lab.testing.ranks import gpu_of, shared
 
 PAGE_SIZE, Q_RANK, NOPE, ROPE, LATENT = 64, 1536, 128, 64, 512
 INDEX_HEADS, INDEX_DIM = 64, 128
+ROUNDING = 2**-7
+"""Of partial results before their merge, and of kernels for fewer heads: the most of a norm."""
 WARM_STEPS = 32
 """Steps before the timed ones, in which the hot rows fill."""
+MODEL, FITTING = "DeepSeek-V3.2", {"128K": 1 << 17, "1M": 1 << 20}
+"""Of the requests that fit, and their tokens."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +139,61 @@ class Row:
     host_us: float
     link_us: float
     link_gb_s: float
+
+
+@dataclass(frozen=True)
+class SharedRow(Row):
+    """Times of ranks that share contexts: of the slowest rank, at the same time as the others.
+
+    ``misses`` is what the rank with most of them fetched, a share of the whole selection, and
+    ``link_gb_s`` the bytes of that rank over the time of the slowest.
+
+    Args:
+        ranks: their number.
+        collective_us: of a layer, collectives alone: of queries, and of outputs with their merge.
+    """
+
+    ranks: int
+    collective_us: float
+
+    @property
+    def missed(self) -> float:
+        """Rows of a layer that a rank fetches."""
+        return self.misses * self.batch * self.topk
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} ranks, {self.context} tokens, {self.batch} requests, {self.process}: "
+            f"resident {self.resident_us:.1f} us, host {self.host_us:.1f}, ratio "
+            f"{self.host_us / self.resident_us:.2f}; {self.missed:.0f} rows miss on a rank, link "
+            f"{self.link_us:.1f} us, collectives {self.collective_us:.1f}"
+        )
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Requests that fit.
+
+    Args:
+        ranks: that share contexts; each is a GPU.
+        gpu_gib, host_gib: free memory of each GPU, and of the host.
+        requests: of so many tokens, with a share of the rows of each in the host's memory.
+        resident: of one GPU with as much memory that keeps all rows.
+    """
+
+    ranks: int
+    gpu_gib: float
+    host_gib: float
+    requests: dict[str, int]
+    resident: dict[str, int]
+
+    def __str__(self) -> str:
+        counts = (
+            f"{count} requests of {name} tokens ({self.resident[name]} resident on one GPU)"
+            for name, count in self.requests.items()
+        )
+        memory = f"{self.gpu_gib:.1f} GiB of each GPU and {self.host_gib:.0f} GiB of the host"
+        return f"{self.ranks} ranks, {memory}: {', '.join(counts)}"
 
 
 @dataclass(frozen=True)
@@ -205,6 +284,38 @@ def record(tokens: int, device: str) -> dict[int, Tensor]:
         return dict(handle.selections[-1])
 
 
+def num_ranks() -> int:
+    """Ranks that share contexts; 1 without a group."""
+    return distributed.get_world_size() if distributed.is_initialized() else 1
+
+
+def together(device: str) -> None:
+    """Wait for the other ranks, on the device."""
+    if num_ranks() > 1:
+        distributed.all_reduce(torch.zeros(1, device=device))
+
+
+def largest(number: float, device: str) -> float:
+    """The largest of all ranks' numbers."""
+    if num_ranks() == 1:
+        return number
+    found = torch.tensor([number], dtype=torch.float64, device=device)
+    distributed.all_reduce(found, distributed.ReduceOp.MAX)
+    return found.item()
+
+
+def of_first_rank(sizes: Sizes, selections: Selections) -> Selections:
+    """The selections of the first rank, on all ranks."""
+    chosen = torch.empty(
+        sizes.layers, sizes.batch, sizes.topk, dtype=torch.int32, device=sizes.device
+    )
+    while True:
+        if distributed.get_rank() == 0:
+            chosen.copy_(next(selections))
+        distributed.broadcast(chosen, 0)
+        yield chosen
+
+
 class Projections:
     """The query's projection and the absorbed one of a batch's tokens."""
 
@@ -234,12 +345,16 @@ class Stack:
         resident: the same rows on the device.
     """
 
+    shard: ContextShard | None = None
+
     def __init__(self, sizes: Sizes, host: HostCache, resident: PagedCache) -> None:
         self.sizes, self.host, self.resident = sizes, host, resident
         device, batch = sizes.device, sizes.batch
         generator = torch.Generator().manual_seed(1)
-        pages = sizes.context // PAGE_SIZE
+        pages = host.num_pages
         table = torch.stack([torch.randperm(pages, generator=generator) for _ in range(batch)])
+        # Ranks that share contexts have pages for a part of them: no page id stands for the others.
+        table = functional.pad(table, (0, sizes.context // PAGE_SIZE - pages), value=-1)
         self.plan: Plan = plan_batch(
             [1] * batch,
             [sizes.context] * batch,
@@ -280,6 +395,101 @@ class Stack:
             hot.resolve(layer, self.chosen[layer], self.plan, self.seats)
             hot.layer(layer)
         return []
+
+
+class SharedStack(Stack):
+    """A rank's part of the layers of a decode step over contexts that ranks share.
+
+    Args:
+        sizes: of the stack; heads and contexts are those of all ranks.
+        host: this rank's rows of every layer.
+        resident: the same rows on the device.
+    """
+
+    shard: ContextShard
+
+    def __init__(self, sizes: Sizes, host: HostCache, resident: PagedCache) -> None:
+        super().__init__(sizes, host, resident)
+        self.shard = shard_of_rank()
+        self.projections = Projections(replace(sizes, heads=sizes.heads // self.shard.num_ranks))
+
+    def query(self) -> Tensor:
+        """``[B, 1, H, L + R]`` of the heads of all ranks."""
+        return self.gathered(self.projections.query())
+
+    def gathered(self, query: Tensor) -> Tensor:
+        """Queries of all ranks' heads."""
+        return all_gather(query).unflatten(0, (-1, len(query))).movedim(0, 2).flatten(2, 3)
+
+    def merged(self, outs: Tensor, lses: Tensor) -> Tensor:
+        """``[B, H / ranks, L]``, outputs of this rank's heads over the rows of all ranks."""
+        return exchange_states(outs[:, 0][None], lses[:, 0][None])[0]
+
+    def on_device(self) -> list[Tensor]:
+        """Attention of every layer over resident rows."""
+        outs, plan = [], self.plan
+        for layer in range(self.sizes.layers):
+            own, counts = own_positions(self.chosen[layer], shard=self.shard)
+            slots = to_slots(own[:, 0], plan.page_table, plan.request_ids, page_size=PAGE_SIZE)
+            query, rows = self.query(), self.resident.layer(layer)
+            outs.append(self.merged(*attend(query, rows, slots, counts[:, 0])))
+        return outs
+
+    def on_host(self, hot: HotRows) -> list[Tensor]:
+        """Attention of every layer over hot rows."""
+        outs = []
+        for layer in range(self.sizes.layers):
+            found = hot.resolve(layer, self.chosen[layer], self.plan, self.seats)
+            query = self.query()  # while rows are fetched
+            rows = hot.layer(layer)
+            outs.append(self.merged(*attend(query, rows, found.rows, found.counts)))
+        return outs
+
+    def collectives(self) -> list[Tensor]:
+        """The collectives of every layer alone, with the merge of outputs."""
+        query = self.projections.query()
+        outs = query.new_zeros(len(query), 1, self.sizes.heads, LATENT)
+        lses = torch.zeros(outs.shape[:-1], device=query.device)
+        for _ in range(self.sizes.layers):
+            self.gathered(query)
+            found = self.merged(outs, lses)
+        return [found]
+
+    def check(self, outs: list[Tensor]) -> None:
+        """Compare the last layer with attention over the rows of all ranks in one list.
+
+        Raises:
+            AssertionError: more than the rounding of partial results differs, on some rank.
+        """
+        shard, plan = self.shard, self.plan
+        rows = PagedCache(all_gather(self.resident.layer(self.sizes.layers - 1).data), FP8_DS_MLA)
+        tables = all_gather(plan.page_table[:, : self.host.num_pages].contiguous())
+        tables = tables.unflatten(0, (shard.num_ranks, -1))
+        firsts = torch.arange(shard.num_ranks, dtype=torch.int32, device=tables.device)
+        tables = tables + firsts[:, None, None] * self.host.num_pages
+        table = tables.movedim(0, 2).flatten(1)  # pages in the order of positions
+        slots = to_slots(self.chosen[-1], table, plan.request_ids, page_size=PAGE_SIZE)
+        counts = torch.full_like(plan.request_ids, self.sizes.topk)
+        whole, _ = attend(self.projections.query(), rows, slots, counts)
+        expected = whole[:, 0].float()
+        error = ((outs[-1].float() - expected).norm() / expected.norm()).item()
+        if largest(not error < ROUNDING, self.sizes.device):
+            raise AssertionError(
+                f"outputs merged of {shard.num_ranks} ranks differ from those of one list, here by "
+                f"{error:.4f} of their norm"
+            )
+
+
+def attend(
+    query: Tensor, rows: PagedCache, listed: Tensor, counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs ``[B, 1, H, L]`` and logsumexp of a rank's rows."""
+    return sparse_decode(query, rows, listed[:, None], softmax_scale=0.1, topk_lengths=counts)
+
+
+def shard_of_rank() -> ContextShard:
+    """This rank's share of contexts: each page in turn."""
+    return ContextShard(distributed.get_rank(), num_ranks(), PAGE_SIZE)
 
 
 class PrefillStack:
@@ -366,7 +576,8 @@ def captured(function: Callable[[], list[Tensor]], device: str) -> Callable[[], 
         function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # NCCL's watchdog is another thread, whose calls must not end the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = function()
 
     def replay() -> list[Tensor]:
@@ -377,7 +588,8 @@ def captured(function: Callable[[], list[Tensor]], device: str) -> Callable[[], 
 
 
 def timed(run: Callable[[], list[Tensor]], device: str) -> float:
-    """Seconds of one run."""
+    """Seconds of one run; ranks begin together."""
+    together(device)
     if device == "cpu":
         began = time.perf_counter()
         run()
@@ -390,6 +602,39 @@ def timed(run: Callable[[], list[Tensor]], device: str) -> float:
     return begin.elapsed_time(end) * 1e-3
 
 
+Runs = tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]
+"""A stack over hot rows, and over resident ones."""
+
+
+def compared(stack: Stack, hot: HotRows, process: str, selections: Selections) -> Runs:
+    """Both sides, whose bits are equal in the steps in which the hot rows fill.
+
+    Raises:
+        AssertionError: a step whose sides differ, on some rank.
+    """
+    device = stack.sizes.device
+    resident = captured(stack.on_device, device)
+    hosted = captured(lambda: stack.on_host(hot), device)
+    hot.forget()
+    for step in range(WARM_STEPS):
+        stack.chosen.copy_(next(selections))
+        ours, theirs = hosted(), resident()
+        differ = [not torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)]
+        if largest(any(differ), device):
+            layer = f"layer {differ.index(True)}" if any(differ) else "a layer of another rank"
+            raise AssertionError(f"{layer} differs with {process} selections")
+        if isinstance(stack, SharedStack) and step == 0:
+            stack.check(theirs)
+    return hosted, resident
+
+
+def hot_rows(stack: Stack, rows_per_seat: int) -> HotRows:
+    """Hot rows for the requests of a stack."""
+    sizes = stack.sizes
+    options = {"seats": sizes.batch, "rows_per_seat": rows_per_seat, "topk": sizes.topk}
+    return HotRows(stack.host, **options, shard=stack.shard)
+
+
 def measure(stack: Stack, process: str, selections: Selections, rows_per_seat: int) -> Row:
     """Check the bits of both sides, then time them.
 
@@ -397,21 +642,12 @@ def measure(stack: Stack, process: str, selections: Selections, rows_per_seat: i
         AssertionError: a step whose sides differ.
     """
     sizes, device = stack.sizes, stack.sizes.device
-    options = {"seats": sizes.batch, "rows_per_seat": rows_per_seat, "topk": sizes.topk}
-    hot = HotRows(stack.host, **options)
-    resident = captured(stack.on_device, device)
-    hosted = captured(lambda: stack.on_host(hot), device)
-    hot.forget()
-    for _ in range(WARM_STEPS):
-        stack.chosen.copy_(next(selections))
-        ours, theirs = hosted(), resident()
-        for layer, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            if not torch.equal(a, b):
-                raise AssertionError(f"layer {layer} differs with {process} selections")
+    hot = hot_rows(stack, rows_per_seat)
+    sides = compared(stack, hot, process, selections)
     before, times = hot.stats(), ([], [])
     for _ in range(sizes.steps):
         stack.chosen.copy_(next(selections))
-        for run, of_side in zip((hosted, resident), times, strict=True):
+        for run, of_side in zip(sides, times, strict=True):
             of_side.append(timed(run, device))
     found = hot.stats()
     missed = (found.misses - before.misses) / (sizes.steps * stack.chosen.numel())
@@ -421,9 +657,10 @@ def measure(stack: Stack, process: str, selections: Selections, rows_per_seat: i
         stack.chosen.copy_(next(selections))
         alone.append(timed(link, device))
     fetched = (hot.stats().bytes - before.bytes) / sizes.steps
-    hosted_s, resident_s, link_s = (statistics.median(each) for each in (*times, alone))
+    medians = map(statistics.median, (*times, alone))
+    hosted_s, resident_s, link_s = (largest(each, device) for each in medians)
     per_layer = 1e6 / sizes.layers
-    return Row(
+    row = Row(
         torch.cuda.get_device_name() if device == "cuda" else device,
         sizes.layers,
         sizes.heads,
@@ -432,12 +669,41 @@ def measure(stack: Stack, process: str, selections: Selections, rows_per_seat: i
         sizes.batch,
         process,
         rows_per_seat,
-        missed,
+        largest(missed, device),
         resident_s * per_layer,
         hosted_s * per_layer,
         link_s * per_layer,
-        fetched / link_s / 1e9,
+        largest(fetched, device) / link_s / 1e9,
     )
+    if not isinstance(stack, SharedStack):
+        return row
+    collectives = captured(stack.collectives, device)
+    median = statistics.median(timed(collectives, device) for _ in range(sizes.steps))
+    collective_us = largest(median, device) * per_layer
+    return SharedRow(**asdict(row), ranks=num_ranks(), collective_us=collective_us)
+
+
+def fitting(gpu_gib: float, host_gib: float, rows_per_seat: int) -> Fitting:
+    """Requests of the model that fit into the memory of this group's GPUs and their host."""
+    sizes: dict[str, Any] = {**FORMATS, "memory_gib": gpu_gib, "weights_gib": 0}
+    sizes |= {"used_percent": 100, "share": "context"}
+    requests, resident = {}, {}
+    for name, context in FITTING.items():
+        hosted = sizes | {"host_gib": host_gib, "rows_per_seat": rows_per_seat}
+        requests[name] = capacity(MODEL, **hosted, context=context, gpus=num_ranks()).requests
+        resident[name] = capacity(MODEL, **sizes, context=context, gpus=1).requests
+    return Fitting(num_ranks(), gpu_gib, host_gib, requests, resident)
+
+
+def fittings(device: str, rows_per_seat: int) -> list[Fitting]:
+    """What fits into free memory: of the GPUs, and as much of each as docs/long-contexts.md has."""
+    host = available_bytes()
+    if host is None:
+        return []
+    sizes: list[float] = [GPU_GIB]
+    if device == "cuda":
+        sizes.append(-largest(-torch.cuda.mem_get_info()[0], device) / GIB)
+    return [fitting(size, host / GIB, rows_per_seat) for size in sizes]
 
 
 def measure_prefill(stack: PrefillStack) -> Prefill:
@@ -500,8 +766,9 @@ def fetch_time(host: HostCache, count: int, device: str) -> float:
 def caches(sizes: Sizes) -> tuple[HostCache, PagedCache]:
     """Random rows of every layer, on the host and on the device."""
     pages = sizes.context // PAGE_SIZE
+    group = distributed.group.WORLD if num_ranks() > 1 else None
     host = HostCache.allocate(
-        FP8_DS_MLA, pages, PAGE_SIZE, num_layers=sizes.layers, device=sizes.device
+        FP8_DS_MLA, pages, PAGE_SIZE, num_layers=sizes.layers, device=sizes.device, group=group
     )
     resident = torch.empty(
         sizes.layers, pages, PAGE_SIZE, FP8_DS_MLA.row_width, dtype=torch.uint8, device=sizes.device
@@ -552,42 +819,101 @@ def report_prefills(prefills: list[Prefill]) -> Table:
     return table
 
 
+def report_shared(rows: list[SharedRow]) -> Table:
+    """A line for each size that ranks shared."""
+    names = "ranks context batch process hot missed resident host ratio link GB/s collectives"
+    table = table_of(*names.split())
+    for row in rows:
+        ratio = row.host_us / row.resident_us
+        cells = row.ranks, row.context, row.batch, row.process, row.rows_per_seat
+        more = f"{row.missed:.0f}", f"{row.resident_us:.1f}", f"{row.host_us:.1f}", f"{ratio:.2f}"
+        rest = row.link_us, row.link_gb_s, row.collective_us
+        table.add_row(*map(str, cells), *more, *(f"{each:.1f}" for each in rest))
+    return table
+
+
+def check_ranks(arguments: argparse.Namespace) -> None:
+    """Check what ranks that share contexts can do.
+
+    Raises:
+        ValueError: sizes that cannot be divided, a prefill, or a file for times of a shared GPU.
+    """
+    ranks, turn = num_ranks(), PAGE_SIZE * num_ranks()
+    for context in arguments.contexts:
+        if context % turn:
+            raise ValueError(
+                f"--contexts must be multiples of {turn} for {ranks} ranks, got {context}"
+            )
+    if arguments.heads % ranks:
+        raise ValueError(
+            f"--heads must be a multiple of {ranks} for {ranks} ranks, got {arguments.heads}"
+        )
+    if arguments.prefill:
+        raise ValueError(f"--prefill must be 0 for {ranks} ranks, got {arguments.prefill}")
+    if arguments.json and shared(ranks):
+        raise ValueError("--json must be left out where ranks share a GPU: times mean nothing")
+
+
 def main(arguments: argparse.Namespace) -> tuple[list[Row], list[Prefill]]:
     """Measure every size that was asked for."""
-    console = Console(width=110)
+    ranks, rank, only_bits = num_ranks(), 0, False
+    if ranks > 1:
+        check_ranks(arguments)
+        rank, only_bits = distributed.get_rank(), shared(ranks)
+        torch.manual_seed(rank)  # rows and queries of its own
+    console = Console(width=110, quiet=rank > 0)
     rows: list[Row] = []
     prefills: list[Prefill] = []
+    fit: list[Fitting] = []
+    if ranks > 1 and not only_bits:
+        fit = fittings(arguments.device, min(arguments.hot) * arguments.topk)
+        for each in fit:
+            console.print(f"{each}", soft_wrap=True)
 
     def save() -> None:
-        if arguments.json:
-            found = {
-                "rows": [asdict(row) for row in rows],
-                "prefills": [asdict(row) for row in prefills],
-            }
+        if arguments.json and rank == 0:
+            lists = {"rows": rows, "prefills": prefills}
+            if ranks > 1:
+                lists = {"shared": rows, "fit": fit}
+            found = {name: [asdict(row) for row in each] for name, each in lists.items()}
             text = json.dumps(found, indent=1)
             arguments.json.write_text(text + "\n", encoding="utf-8")
 
+    def decode(stack: Stack, name: str, selections: Selections, rows_per_seat: int) -> None:
+        if only_bits:
+            compared(stack, hot_rows(stack, rows_per_seat), name, selections)
+            size = f"{stack.sizes.context} tokens, {stack.sizes.batch} requests, {name}"
+            console.print(f"{ranks} ranks share a GPU, no times; bits are right: {size}")
+            return
+        row = measure(stack, name, selections, rows_per_seat)
+        rows.append(row)
+        save()
+        if isinstance(row, SharedRow):
+            console.print(f"{row}", soft_wrap=True)
+
     recorded = None
-    if arguments.trace_tokens:
+    if arguments.trace_tokens and rank == 0:
         recorded = record(arguments.trace_tokens, arguments.device)
     for context in arguments.contexts:
         options = {"context": context, "layers": arguments.layers, "heads": arguments.heads}
         options |= {"topk": arguments.topk, "steps": arguments.steps}
-        host, resident = caches(Sizes(arguments.device, **options))
+        own = replace(Sizes(arguments.device, **options), context=context // ranks)
+        host, resident = caches(own)
         with host:
-            for count in arguments.fetches:
-                took = fetch_time(host, count, arguments.device)
+            for count in () if only_bits else arguments.fetches:
+                took = largest(fetch_time(host, count, arguments.device), arguments.device)
                 rate = count * FP8_DS_MLA.row_width / took / 1e3
                 console.print(f"fetch of {count} rows: {took:.1f} us, {rate:.1f} GB/s")
             for batch, factor in itertools.product(arguments.batches, arguments.hot):
                 sizes = Sizes(arguments.device, batch=batch, **options)
-                stack = Stack(sizes, host, resident)
+                stack = (Stack if ranks == 1 else SharedStack)(sizes, host, resident)
                 processes = {f"walk {each}": walk(sizes, each) for each in arguments.overlaps}
-                if recorded is not None:
-                    processes["trace"] = trace(sizes, recorded)
+                if arguments.trace_tokens:
+                    processes["trace"] = trace(sizes, recorded or {})
                 for name, selections in processes.items():
-                    rows.append(measure(stack, name, selections, factor * sizes.topk))
-                    save()
+                    if ranks > 1:
+                        selections = of_first_rank(sizes, selections)
+                    decode(stack, name, selections, factor * sizes.topk)
             for selects in (False, True) if arguments.prefill else ():
                 sizes = Sizes(arguments.device, batch=arguments.prefill, **options)
                 chunk = PrefillStack(sizes, host, resident, selects)
@@ -595,7 +921,8 @@ def main(arguments: argparse.Namespace) -> tuple[list[Row], list[Prefill]]:
                 console.print(report_prefills(prefills[-1:]))
                 save()
     if rows:
-        console.print(report(rows))
+        several = [row for row in rows if isinstance(row, SharedRow)]
+        console.print(report_shared(several) if several else report(rows))
         console.print("Times are microseconds of a layer.")
     if prefills:
         console.print(report_prefills(prefills))
@@ -628,5 +955,18 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def join(device: str) -> None:
+    """Join the other ranks, if ``torchrun`` started several."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        if device == "cuda":
+            torch.cuda.set_device(gpu_of(int(os.environ["LOCAL_RANK"]), ranks))
+        distributed.init_process_group("nccl" if device == "cuda" else "gloo")
+
+
 if __name__ == "__main__":
-    main(parse())
+    given = parse()
+    join(given.device)
+    main(given)
+    if num_ranks() > 1:
+        distributed.destroy_process_group()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -533,6 +535,95 @@ def test_rows_on_the_host_are_timed_where_bits_agree(capsys, monkeypatch, tmp_pa
     arguments.overlaps, arguments.trace_tokens = [], 512
     with pytest.raises(ValueError, match="trace_tokens must be at most 256, of which each stands"):
         host_rows.main(arguments)
+
+
+def with_shared_rows(rank, folder):
+    """What two ranks measure, say, and find wrong."""
+    import host_rows
+
+    def run(*words):
+        with redirect_stdout(StringIO()) as said:
+            rows, _ = host_rows.main(host_rows.parse([*HOST_ROWS.split(), *words]))
+        return [asdict(row) for row in rows], said.getvalue()
+
+    def wrong(name, replacement):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host_rows, name, replacement)
+            with pytest.raises(AssertionError) as error:
+                run("--trace-tokens", "0", "--batches", "3")
+        return str(error.value)
+
+    states, own = host_rows.exchange_states, host_rows.own_positions
+
+    def without_lse(outs, lses):
+        return states(outs, torch.zeros_like(lses))
+
+    def without_a_rank(outs, lses):
+        return states(outs, lses if rank == 0 else torch.full_like(lses, -torch.inf))
+
+    def of_one_rank(chosen, *, shard):
+        lists, counts = own(chosen, shard=shard)
+        return lists, counts if rank == 0 else counts.clamp(max=9)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_rows, "WARM_STEPS", 10)
+        patch.setattr(host_rows, "record", lambda tokens, device: selections(tokens))
+        rows, said = run("--json", f"{folder}/rows.json")
+        errors = [
+            wrong("exchange_states", without_lse),
+            wrong("exchange_states", without_a_rank),
+            wrong("own_positions", of_one_rank),
+        ]
+        refused = []
+        for words in ("--contexts 1088", "--heads 3", "--prefill 8"):
+            with pytest.raises(ValueError, match="for 2 ranks, got") as error:
+                run(*words.split())
+            refused.append(str(error.value))
+        patch.setattr(host_rows, "shared", lambda ranks: ranks == 2)
+        with pytest.raises(ValueError, match="--json must be left out where ranks share a GPU"):
+            run("--json", f"{folder}/none.json")
+        return {
+            "rows": rows,
+            "said": said,
+            "errors": errors,
+            "refused": refused,
+            "fit": asdict(host_rows.fitting(40, 500, 4096)),
+            "only bits": run(),
+        }
+
+
+def test_rows_on_the_host_of_contexts_that_ranks_share_are_checked_and_timed(tmp_path):
+    one, other = processes.on_two_ranks(tmp_path, "cpu", with_shared_rows, tmp_path)
+    assert one["rows"] == other["rows"]
+    document = json.loads((tmp_path / "rows.json").read_text())
+    assert document["shared"] == one["rows"]
+    assert [(row["ranks"], row["batch"], row["process"]) for row in one["rows"]] == [
+        (2, batch, process) for batch in (1, 3) for process in ("walk 0.85", "trace")
+    ]
+    for row in one["rows"]:
+        assert 0 < row["misses"] < 0.1
+        times = (row[f"{name}_us"] for name in ("resident", "host", "link", "collective"))
+        assert min(times) > 0
+        if row["process"] == "trace":  # a token a step, and the three rows beside it
+            assert row["misses"] <= 1 / 64
+    assert "2 ranks, 1024 tokens, 3 requests, trace: resident" in one["said"]
+    assert other["said"] == ""
+
+    for found in (one, other):
+        assert found["errors"][0].startswith("outputs merged of 2 ranks differ from those of one")
+        assert found["errors"][1].startswith("outputs merged of 2 ranks differ from those of one")
+        assert found["fit"]["requests"] == {"128K": 61, "1M": 9}  # as in docs/long-contexts.md
+        assert found["fit"]["resident"] == {"128K": 6, "1M": 0}
+        assert [line.split()[0] for line in found["refused"]] == [
+            "--contexts",
+            "--heads",
+            "--prefill",
+        ]
+        assert found["only bits"][0] == []
+    assert "differs with walk 0.85" in one["errors"][2]
+    assert [each["gpu_gib"] for each in document["fit"]] == [40]
+    assert one["only bits"][1].count("2 ranks share a GPU, no times; bits are right") == 4
+    assert not (tmp_path / "none.json").exists()
 
 
 def test_prefills_over_rows_on_the_host_are_timed_where_bits_agree(capsys, monkeypatch, tmp_path):
