@@ -25,7 +25,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import replay
 import sparsemla
-from sparsemla import BF16_576, FP8_DS_MLA, INDEX_FP8, PagedCache, reference
+from sparsemla import (
+    BF16_512,
+    BF16_576,
+    FP8_DS_MLA,
+    FP8_NOPE,
+    INDEX_FP8,
+    PagedCache,
+    reference,
+)
 from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla_lab.bench.report import BEGIN, END
 from sparsemla_lab.bench.timing import Prepared, Timing
@@ -49,8 +57,9 @@ with warnings.catch_warnings():
     from sglang.srt import plugins
     from sglang.srt.environ import envs
     from sglang.srt.layers.attention import dsa_backend
-    from sglang.srt.layers.attention.dsa import dsa_indexer
+    from sglang.srt.layers.attention.dsa import dsa_indexer, kpool_fp8_index
     from sglang.srt.layers.attention.dsa import utils as dsa_utils
+    from sglang.srt.layers.attention.dsa.dsa_indexer_kpool import IndexerKPool
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend, TopkTransformMethod
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
     from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
@@ -260,6 +269,20 @@ CONFIG = {
 }
 
 
+GLM53_FLASH = {
+    "architectures": ["Glm5NextForConditionalGeneration"],
+    "model_type": "glm5_next",
+    "qk_rope_head_dim": 0,
+    "num_hidden_layers": 4,
+    "linear_num_heads": 8,
+    "linear_head_dim": 128,
+    "index_kpool": 16,
+    "index_kpool_compress": True,
+    "index_kpool_always_select_tail": True,
+    "index_topk": 2048,
+}
+
+
 @pytest.fixture
 def arguments(tmp_path):
     """Makes SGLang's arguments and resolves and checks them, as its engine does."""
@@ -287,6 +310,9 @@ def arguments(tmp_path):
         {"kv_cache_dtype": "bfloat16", "dsa_prefill_backend": "fa3"},
         {"dsa_topk_backend": "flashinfer"},
         {"config": {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}},
+        {"config": GLM53_FLASH, "mamba_track_interval": 1024},
+        {"config": GLM53_FLASH, "mamba_track_interval": 1024, "kv_cache_dtype": "bfloat16"},
+        {"config": GLM53_FLASH | {"index_kpool": 4}, "dsa_prefill_backend": "flashmla_sparse"},
         {"enable_hisparse": True, "disable_radix_cache": True},
         {"enable_hisparse": True, "disable_radix_cache": True, "kv_cache_dtype": "bfloat16"},
     ],
@@ -315,8 +341,14 @@ def test_supported_settings_are_accepted(hooked, arguments, changes):
         ({"dcp_size": 2, "tp_size": 2}, "--dcp-size must be 1, got 2"),
         ({"attention_backend": "flashinfer"}, "--attention-backend must be dsa"),
         ({"decode_attention_backend": "triton"}, "--attention-backend must be dsa"),
-        ({"config": {"index_kpool": 4}}, "the model's index_kpool must be 1, got 4"),
-        ({"config": {"kv_lora_rank": 256}}, r"must be \(512, 64\), got \(256, 64\)"),
+        (
+            {"config": {"index_kpool": 4}},
+            r"must be \(512, 0\) with index_kpool 4, got \(512, 64\)",
+        ),
+        (
+            {"config": {"kv_lora_rank": 256}},
+            r"must be \(512, 64\) with index_kpool 1, got \(256, 64\)",
+        ),
         (
             {"config": {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"}},
             "the model must have an indexer that SGLang's dsa backend serves, got DeepseekV2",
@@ -353,12 +385,12 @@ GOOD = {
 def refusal(monkeypatch):
     """The reason for settings that SGLang itself may refuse, too, or that need a machine."""
 
-    def reason(config=None, dtype=torch.bfloat16, **changes):
+    def reason(config=None, dtype=torch.bfloat16, qk_rope_head_dim=64, **changes):
         hf_config = SimpleNamespace(**(CONFIG | (config or {})), get_text_config=lambda: None)
         model = SimpleNamespace(
             hf_config=hf_config,
             kv_lora_rank=512,
-            qk_rope_head_dim=64,
+            qk_rope_head_dim=qk_rope_head_dim,
             dtype=dtype,
             num_attention_heads=128,
         )
@@ -395,6 +427,25 @@ def test_options_that_must_be_off(refusal, option):
 )
 def test_other_refusals(refusal, changes, reason):
     assert re.search(reason, refusal(**changes))
+
+
+POOLED = {"config": {"index_kpool": 4}, "qk_rope_head_dim": 0}
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "reason"),
+    [
+        ((9, 0), {}, None),
+        ((12, 0), {}, None),
+        ((8, 9), {}, "the GPU must have compute capability 9.0 or more, .* DeepGEMM, got 8.9$"),
+        ((9, 0), {"enable_hisparse": True}, "--enable-hisparse must be off: .* open pools$"),
+    ],
+    ids=str,
+)
+def test_what_pools_need(refusal, monkeypatch, capability, changes, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    found = refusal(**POOLED, **changes)
+    assert found is None if reason is None else re.search(f"index_kpool 4 {reason}", found)
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)], ids=str)
@@ -452,6 +503,7 @@ PERMITTED = {"dsa_prefill_backend": "flashmla_sparse", "tp_size": 2, "attn_dp_si
         ((9, 0), {"dsa_prefill_backend": "flashmla_kv"}, "--dsa-prefill-backend .*mla_kv$"),
         ((9, 0), {"dsa_prefill_backend": "flashmla_auto"}, "--dsa-prefill-backend .*mla_auto$"),
         ((9, 0), {"tp_size": 4}, "a rank must have more than 32 heads: lower .*, got 32$"),
+        ((9, 0), POOLED, "the model's rows must have RoPE dims, got qk_rope_head_dim 0$"),
     ],
     ids=str,
 )
@@ -508,7 +560,7 @@ IRRELEVANT = {
     "of other attention backends, which are refused": "enable_lean_attention "
     "triton_attention_reduce_in_fp32 triton_attention_num_kv_splits "
     "triton_attention_split_tile_size flashinfer_mla_disable_ragged mm_attention_backend",
-    "of sliding windows and Mamba, which no model of dsa has": "swa_full_tokens_ratio "
+    "of sliding windows and linear attention, which stay SGLang's": "swa_full_tokens_ratio "
     "_swa_full_tokens_ratio_explicitly_set swa_prefix_tails disable_hybrid_swa_memory "
     "max_mamba_cache_size mamba_full_memory_ratio",
     "of kernels beside attention": "sampling_backend grammar_backend fp8_gemm_runner_backend "
@@ -1206,6 +1258,176 @@ def test_short_prefills_select_all_without_scores(step):
     scores = Scores(made, packed=True)
     chosen = metadata.topk_transform(torch.zeros(len(scores.lengths), TOPK), TOPK)
     assert_equal("slots", chosen, slots_of(made, scores).int())
+
+
+# GLM-5.3-Flash: rows without RoPE, and tokens of selected pools.
+
+
+@pytest.fixture
+def pooled(on_cpu, unwritten, monkeypatch):
+    """A step of SGLang's backend over rows of 512 dims, with an indexer of pools."""
+
+    def make(name, kpool, *choices):
+        monkeypatch.setattr(dsa_attention, "DSA_SPARSE_QK_ROPE_HEAD_DIM", 0)
+        made = fixture(name, *choices)
+        backend = made.backend
+        backend.dsa_index_kpool = kpool
+        # The plan of the indexer's writes wants pinned memory.
+        monkeypatch.setattr(backend, "_init_kpool_metadata", lambda metadata, *_, **__: metadata)
+        backend.init_forward_metadata(made.forward_batch)
+        return made, backend
+
+    return make
+
+
+def pools_of(scores, kpool):
+    """Positions of the tokens of each token's best pools, then of its open pool, then -1."""
+    rows = []
+    for row, length, start in zip(
+        scores.logits,
+        (scores.lengths // kpool).tolist(),
+        [0] * len(scores.logits) if scores.starts is None else scores.starts.tolist(),
+        strict=True,
+    ):
+        best = row[start : start + length].topk(min(TOPK // kpool, length)).indices.sort().values
+        rows.append([pool * kpool + i for pool in best.tolist() for i in range(kpool)])
+    for row, length in zip(rows, scores.lengths.tolist(), strict=True):
+        row += range(length // kpool * kpool, length)
+        row += [-1] * (TOPK + kpool - 1 - len(row))
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize("kpool", [4, 16])
+@pytest.mark.parametrize(
+    ("cache", "prefill", "decode"),
+    [
+        ("fp8", "flashmla_kv", "flashmla_kv"),
+        ("fp8", "flashmla_sparse", "fa3"),
+        ("bf16", "flashmla_sparse", "fa3"),
+        ("bf16", "fa3", "flashmla_sparse"),
+        ("bf16", "flashmla_auto", "flashmla_kv"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["decode", "prefill", "speculative"])
+def test_a_layer_of_pools_agrees_with_the_reference(pooled, name, cache, prefill, decode, kpool):
+    made, backend = pooled(name, kpool, cache, prefill, decode)
+    batch, pool, layer = made.forward_batch, made.runner.token_to_kv_pool, made.actual_module.attn
+    data = pool.get_key_buffer(0)
+    assert data.shape[1:] == (1, 528 if cache == "fp8" else 512)
+    rows = torch.randn(len(data), 1, 512, dtype=torch.bfloat16)
+    pool.set_mla_kv_buffer(layer, torch.arange(len(data)), rows, rows[..., :0])
+    kept = PagedCache(data, FP8_NOPE if cache == "fp8" else BF16_512)
+    bound = 2**-4 if cache == "fp8" else 0
+    read = kept.read(torch.arange(len(data))).float()
+    torch.testing.assert_close(read, rows[:, 0].float(), atol=0.01, rtol=bound)
+    scores = Scores(made, packed=False)
+    # The kit counts the tokens of a verification twice.
+    lengths = dsa_utils.compute_dsa_seqlens(scores.lengths, TOPK, kpool)
+    backend.forward_metadata.dsa_cache_seqlens_int32.copy_(lengths)
+    made.topk_indices = positions = pools_of(scores, kpool)
+    q = torch.randn(len(positions), 8, 512, dtype=torch.bfloat16)
+    call = backend.forward_decode if name == "decode" else backend.forward_extend
+    found = call(
+        q, None, None, layer, batch, q_rope=q[..., :0], topk_indices=selections(made)
+    ).view(q.shape)
+    table = backend.req_to_token[batch.req_pool_indices][scores.requests]
+    slots = torch.where(positions < 0, -1, table.gather(1, positions.clamp(0))).int()
+    expected, _ = reference.sparse_decode(
+        q.unsqueeze(1), kept, slots.unsqueeze(1), softmax_scale=layer.scaling
+    )
+    assert_close("out", found, expected.squeeze(1).to(q.dtype), SPARSE_DECODE_OUT)
+
+
+class Pools:
+    """Scores of the pools of a batch, whose columns that do not count are NaN.
+
+    Args:
+        lengths: tokens that each token sees.
+        kpool: tokens of a pool.
+        packed: the pools of all contexts are side by side, as in a prefill.
+    """
+
+    def __init__(self, lengths, kpool, packed):
+        self.lengths = torch.tensor(lengths).int()
+        self.counts = self.lengths // kpool
+        self.starts = self.counts.cumsum(0).int() - self.counts if packed else None
+        width = int(self.counts.sum()) if packed else int(self.counts.max())
+        starts = self.starts if packed else torch.zeros_like(self.counts)
+        columns = torch.arange(width)
+        within = (columns >= starts[:, None]) & (columns < (starts + self.counts)[:, None])
+        self.logits = torch.randn(len(lengths), width).masked_fill(~within, torch.nan)
+
+    def choose(self, indexer, **changes):
+        return IndexerKPool._topk_from_kpool_logits(
+            indexer,
+            logits=self.logits,
+            pool_lens=self.counts,
+            **{"seq_lens": self.lengths, "row_starts": self.starts} | changes,
+        )
+
+    def expected(self, kpool, offsets=None, table=None):
+        """SGLang's own lists of the pools with the best scores."""
+        groups = torch.zeros(len(self.logits), TOPK // kpool, dtype=torch.long)
+        starts = self.starts if self.starts is not None else torch.zeros_like(self.counts)
+        for row, found, start, count in zip(
+            groups, self.logits, starts.tolist(), self.counts.tolist(), strict=True
+        ):
+            best = found[start : start + count].topk(min(len(row), count)).indices
+            row[: len(best)] = best.sort().values
+        valid = torch.arange(TOPK // kpool) < self.counts[:, None]
+        own = {"page_table": table, "topk_offsets": offsets}
+        expanded = kpool_fp8_index.expand_pooled_groups_to_topk(groups, valid, TOPK, kpool, **own)
+        return kpool_fp8_index.append_kpool_tail_to_topk(
+            expanded, self.lengths, self.counts, kpool, **own
+        )
+
+
+LENGTHS = [1, 3, 4, 21, 128, 131, 143, 700, 1024]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["decode", "prefill"])
+@pytest.mark.parametrize("kpool", [4, 16])
+def test_selected_pools_are_those_of_sglang(hooked, kpool, packed):
+    pools = Pools(LENGTHS, kpool, packed)
+    indexer = SimpleNamespace(index_kpool=kpool, index_topk=TOPK)
+    assert_equal("positions", pools.choose(indexer), pools.expected(kpool))
+    table = torch.randperm(len(LENGTHS) * 1024).view(len(LENGTHS), 1024).int()
+    expected = pools.expected(kpool, table=table)
+    assert_equal("slots", pools.choose(indexer, page_table=table), expected)
+    order = torch.randperm(len(table))
+    chosen = pools.choose(
+        indexer, page_table=table[order], page_table_row_index=order.argsort().int()
+    )
+    assert_equal("slots of other rows of the table", chosen, expected)
+    first = torch.tensor(LENGTHS).cumsum(0).int()
+    chosen = pools.choose(indexer, topk_offsets=first[:, None], out_rows=len(LENGTHS) + 2)
+    assert_equal("rows", chosen[:-2], pools.expected(kpool, offsets=first))
+    assert (chosen[-2:] == -1).all()
+    without = pools.choose(indexer, seq_lens=None)
+    assert without.shape == (len(LENGTHS), TOPK)
+    for row, count in zip(without, pools.counts.tolist(), strict=True):
+        assert (row >= 0).sum() == min(count * kpool, TOPK)
+
+
+def test_the_first_tokens_have_no_pool(hooked):
+    """SGLang passes no columns where no request has a complete pool."""
+    pools = Pools([1, 2, 3], 4, packed=True)
+    chosen = pools.choose(SimpleNamespace(index_kpool=4, index_topk=TOPK))
+    assert [row[row >= 0].tolist() for row in chosen] == [[0], [0, 1], [0, 1, 2]]
+
+
+def test_short_prefills_select_all_pools_without_scores(pooled):
+    made, backend = pooled("first prefill", 4, "bf16", "fa3")
+    metadata = backend.get_indexer_metadata(0, made.forward_batch)
+    indexer = SimpleNamespace(index_kpool=4, index_topk=TOPK)
+    chosen = IndexerKPool._full_topk_for_short_sequence(indexer, metadata, "cpu")
+    expected = torch.nn.functional.pad(slots_of(made, Scores(made, packed=True)), (0, 3), value=-1)
+    assert_equal("slots", chosen, expected.int())
+
+
+def test_pools_need_no_plan(hooked):
+    assert kpool_fp8_index.build_kpool_topk_v2_plan(torch.ones(3, dtype=torch.int32)) is None
 
 
 # Scores where DeepGEMM has no kernels, beside SGLang's loops in PyTorch, which round the products

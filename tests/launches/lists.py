@@ -3,6 +3,7 @@
 import torch
 
 from sparsemla import ContextShard, dispatch
+from sparsemla.kernels.common.pools import expand_pools
 
 # Without an MMA, the PTX of sm_120 is that of sm_100.
 TARGETS = ("sm_80", "gfx942")
@@ -41,6 +42,20 @@ def own_positions(shard, dtype=torch.int32, topk=2048):
     return launch
 
 
+def pools(ratio, topk=2048, **given):
+    def launch():
+        expand_pools(
+            meta(64, topk // ratio),
+            meta(64),
+            ratio,
+            meta(64, topk + ratio - 1),
+            lengths=meta(64),
+            **given,
+        )
+
+    return launch
+
+
 LAUNCHES = {
     "lists of 4": share_lists(4),
     "lists of 8 int64": share_lists(8, torch.int64),
@@ -48,4 +63,6 @@ LAUNCHES = {
     "a rank of 4": own_positions(ContextShard(1, 4, 64)),
     "a rank of 2 with 4 of 8 parts": own_positions(ContextShard(1, 2, parts=8)),
     "a rank of 3, int64, of 100": own_positions(ContextShard(2, 3), torch.int64, topk=100),
+    "tokens of pools of 4, slots": pools(4, table=meta(64, 131072), request_ids=meta(64)),
+    "tokens of pools of 16, rows": pools(16, offsets=meta(64)),
 }

@@ -21,8 +21,10 @@ from sglang.srt.runtime_context import get_schedule
 from torch import Tensor
 
 from sparsemla import (
+    BF16_512,
     BF16_576,
     FP8_DS_MLA,
+    FP8_NOPE,
     PagedCache,
     decode_workspace_size,
     sparse_decode,
@@ -114,7 +116,7 @@ def forward_flashmla_kv(
     """``_forward_flashmla_kv``, which reads a bfloat16 cache in place, too.
 
     Args:
-        q_all: ``[T, H * 576]`` or ``[T, H, 576]`` bfloat16.
+        q_all: ``[T, H * 576]`` or ``[T, H, 576]`` bfloat16; without RoPE 512 dims.
         kv_cache: ``[slots, 1, row]``, the cache of the layer.
         page_table_1: int32 ``[T, K]``, selected slots, then -1.
 
@@ -139,8 +141,9 @@ def forward_flashmla_sparse(
     """``_forward_flashmla_sparse``.
 
     Args:
-        q_all: ``[T, H, 576]`` bfloat16.
-        kv_cache: ``[slots, 1, 576]`` bfloat16: the cache, or the rows of this batch's requests.
+        q_all: ``[T, H, 576]`` bfloat16; without RoPE 512 dims.
+        kv_cache: ``[slots, 1, 576]`` bfloat16: the cache, or the rows of this batch's requests;
+            without RoPE 512 dims.
         page_table_1: int32 ``[T, K]``, selected rows of ``kv_cache``, then -1.
         topk_length: int32 ``[T]``, number of selected rows.
         attn_sink: float32 ``[H]``.
@@ -179,7 +182,7 @@ def forward_fa3(
     """``_forward_fa3``.
 
     Args:
-        q_rope: ``[T, H, 64]`` bfloat16.
+        q_rope: ``[T, H, 64]`` bfloat16; without RoPE it has no dims.
         kv_cache: ``[slots, 1, row]``, the cache of the layer.
         q_nope: ``[T, H, 512]`` bfloat16.
         page_table: int32 ``[T, K]``, selected slots, then -1.
@@ -191,7 +194,8 @@ def forward_fa3(
     """
     if logit_cap:
         raise ValueError(f"sparsemla: logit_cap must be 0, got {logit_cap}")
-    return _attend(self, q_nope, kv_cache, page_table, cache_seqlens, sm_scale, q_rope=q_rope)
+    rope = q_rope if self.qk_rope_head_dim else None
+    return _attend(self, q_nope, kv_cache, page_table, cache_seqlens, sm_scale, q_rope=rope)
 
 
 def compute_flashmla_metadata(
@@ -202,6 +206,19 @@ def compute_flashmla_metadata(
         flashmla_metadata=cache_seqlens.new_empty(1, 8),
         num_splits=cache_seqlens.new_empty(cache_seqlens.shape[0] + 1),
     )
+
+
+def check_tail(
+    self: DeepseekSparseAttnBackend, topk_indices: Tensor | None, dsa_impl: str, phase: str
+) -> None:
+    """``_check_kpool_tail_backend``: every method reads the open pools behind the selected ones."""
+
+
+def resolve_tail(
+    self: DeepseekSparseAttnBackend, topk_indices: Tensor | None, dsa_impl: str
+) -> str:
+    """``_resolve_kpool_tail_backend``: the method that was chosen, for the same reason."""
+    return dsa_impl
 
 
 def _attend(
@@ -216,7 +233,7 @@ def _attend(
     *,
     allow_fp8_mma: bool = False,
 ) -> Tensor:
-    """Attention of the queries ``[T, H, 576]`` over the rows of their ``indices``.
+    """Attention of the queries ``[T, H, 576 or 512]`` over the rows of their ``indices``.
 
     With ``q_rope``, it has the last 64 dims.
     """
@@ -224,7 +241,8 @@ def _attend(
     # SGLang pads batches of data-parallel ranks at the end: the lengths, or queries without keys.
     if lengths is not None:
         lengths = lengths[:num_tokens] if lengths.shape[0] >= num_tokens else None
-    cache_format = BF16_576 if kv_cache.dtype == torch.bfloat16 else FP8_DS_MLA
+    formats = (BF16_576, FP8_DS_MLA) if backend.qk_rope_head_dim else (BF16_512, FP8_NOPE)
+    cache_format = formats[kv_cache.dtype != torch.bfloat16]
     cache = PagedCache(kv_cache.view(-1, 1, cache_format.row_width), cache_format)
     if backend.forward_metadata.max_seq_len_q > 1:
         out, _ = sparse_prefill(

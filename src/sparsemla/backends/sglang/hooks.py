@@ -15,11 +15,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs
 
 from sparsemla.backends.sglang.attention import (
+    check_tail,
     compute_flashmla_metadata,
     forward_fa3,
     forward_flashmla_kv,
     forward_flashmla_sparse,
     prepare,
+    resolve_tail,
 )
 from sparsemla.backends.sglang.scores import (
     mqa_logits,
@@ -28,13 +30,21 @@ from sparsemla.backends.sglang.scores import (
     paged_mqa_logits_metadata,
 )
 from sparsemla.backends.sglang.settings import refuse
-from sparsemla.backends.sglang.topk import build_topk_v2_plan, topk_transform
+from sparsemla.backends.sglang.topk import (
+    build_pool_plan,
+    build_topk_v2_plan,
+    select_pools,
+    topk_transform,
+)
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "sglang.srt.layers.attention.dsa_backend.DeepseekSparseAttnBackend"
 TOPK = "sglang.srt.layers.attention.dsa.dsa_topk_backend.DSATopKBackend"
 INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
+TAILS = "sglang.srt.layers.attention.dsa.dsa_backend_kpool.DeepseekSparseAttnBackendKPoolMixin"
+POOLS = "sglang.srt.layers.attention.dsa.kpool_fp8_index"
+POOLED_INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer_kpool.IndexerKPool"
 SCORES = "sglang.srt.layers.attention.dsa.utils"
 ARGUMENTS = "sglang.srt.server_args.ServerArgs"
 
@@ -116,6 +126,31 @@ HOOKS = (
         topk_transform,
     ),
     Hook(
+        f"{TAILS}._check_kpool_tail_backend",
+        "(self, topk_indices, dsa_impl, phase)",
+        "b4a0c5423c3f17d0",
+        check_tail,
+    ),
+    Hook(
+        f"{TAILS}._resolve_kpool_tail_backend",
+        "(self, topk_indices, dsa_impl)",
+        "48a144706d45efe3",
+        resolve_tail,
+    ),
+    Hook(
+        f"{POOLS}.topk_from_pooled_history_logits",
+        "(logits, group_lengths, kpool, topk, page_table=None, topk_offsets=None, seq_lens=None, "
+        "row_starts=None, out_rows=None, page_table_row_index=None, topk_v2_plan=None)",
+        "8038970eb1a927c4",
+        select_pools,
+    ),
+    Hook(
+        f"{POOLS}.build_kpool_topk_v2_plan",
+        "(pool_lens)",
+        "460c2a6557e4c239",
+        build_pool_plan,
+    ),
+    Hook(
         f"{SCORES}.resolve_fp8_mqa_logits_fn",
         "()",
         "2527e796e61445d5",
@@ -171,6 +206,11 @@ CALLERS = {
     f"{BACKEND}.forward_decode": "80c9f3493d3d2166",
     f"{INDEXER}._get_topk_paged": "311411cd487351aa",
     f"{INDEXER}._get_topk_ragged": "34aecba1fd46538f",
+    f"{POOLED_INDEXER}._full_topk_for_short_sequence": "6c8343f7b3f8a59a",
+    f"{POOLED_INDEXER}._get_topk_paged": "6cea20ed445f406e",
+    f"{POOLED_INDEXER}._get_topk_ragged_kpool": "b9df03c6890c6b4b",
+    f"{POOLED_INDEXER}._kpool_topk_by_row_chunks": "b9be91d91f4e4276",
+    f"{POOLED_INDEXER}._topk_from_kpool_logits": "b2496ae8b91857f9",
 }
 """Bodies of functions that choose a replaced method and its arguments."""
 

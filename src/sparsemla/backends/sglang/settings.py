@@ -16,6 +16,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import derive_attn_tp_size, get_platform
 
 from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
+from sparsemla.backends.sglang.scores import DEEP_GEMM
 from sparsemla.kernels.attention.schedule import FEW_HEADS
 
 CHOICES = {
@@ -72,12 +73,15 @@ def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's 
         return f"--attention-backend must be dsa, got {attention_backends_of(settings)}"
     if model.dtype != torch.bfloat16:
         return f"--dtype must be bfloat16, got {model.dtype}"
-    dims = model.kv_lora_rank, model.qk_rope_head_dim
-    if dims != (512, 64):
-        return f"the model's kv_lora_rank and qk_rope_head_dim must be (512, 64), got {dims}"
     kpool = get_dsa_index_kpool(model.hf_config)
-    if kpool != 1:
-        return f"the model's index_kpool must be 1, got {kpool}: pooled selections are not replaced"
+    dims, served = (model.kv_lora_rank, model.qk_rope_head_dim), (512, 64 if kpool == 1 else 0)
+    if dims != served:
+        return (
+            f"the model's kv_lora_rank and qk_rope_head_dim must be {served} with index_kpool "
+            f"{kpool}, got {dims}"
+        )
+    if kpool != 1 and (problem := _refuse_pools(settings, capability)):
+        return f"with the model's index_kpool {kpool} {problem}"
     for option, reason in OFF.items():
         if getattr(settings, option):
             return f"{_flag(option)} must be off: {reason}"
@@ -94,6 +98,18 @@ def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's 
         )
     if permits_fp8_mma():
         return _refuse_fp8_mma(settings, model, capability)
+    return None
+
+
+def _refuse_pools(settings: Any, capability: tuple[int, int]) -> str | None:  # noqa: ANN401
+    """The reason why the pools of GLM-5.3-Flash are not served, or None."""
+    if capability < DEEP_GEMM:
+        return (
+            "the GPU must have compute capability 9.0 or more, as SGLang's indexer of pools calls "
+            f"DeepGEMM, got {capability[0]}.{capability[1]}"
+        )
+    if settings.enable_hisparse:
+        return "--enable-hisparse must be off: its lists have no room for the tokens of open pools"
     return None
 
 
@@ -134,6 +150,7 @@ def _refuse_fp8_mma(
         f"a rank must have more than {FEW_HEADS} heads: lower --tp-size, got {heads}": (
             heads <= FEW_HEADS
         ),
+        "the model's rows must have RoPE dims, got qk_rope_head_dim 0": model.qk_rope_head_dim == 0,
     }
     reason = next((problem for problem, present in problems.items() if present), None)
     return None if reason is None else f"with {FP8_MMA}=1 {reason}"

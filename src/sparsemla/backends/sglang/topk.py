@@ -9,6 +9,7 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, D
 from torch import Tensor
 
 from sparsemla import select_topk
+from sparsemla.kernels.common.pools import expand_pools
 
 
 def topk_transform(
@@ -71,3 +72,61 @@ def topk_transform(
 
 def build_topk_v2_plan(self: DeepseekSparseAttnBackend, seqlens_expanded: Tensor) -> None:
     """``_build_topk_v2_plan``: the selection needs no plan."""
+
+
+def select_pools(
+    logits: Tensor,
+    group_lengths: Tensor,
+    kpool: int,
+    topk: int,
+    page_table: Tensor | None = None,
+    topk_offsets: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    row_starts: Tensor | None = None,
+    out_rows: int | None = None,
+    page_table_row_index: Tensor | None = None,
+    topk_v2_plan: Tensor | None = None,
+) -> Tensor:
+    """``topk_from_pooled_history_logits``: the tokens of the best pools, then the open pool's.
+
+    Args:
+        logits: float32 ``[T, N]``; row t competes with ``group_lengths[t]`` pools from
+            ``row_starts[t]`` on, other columns are never read.
+        group_lengths: int32 ``[T]``, complete pools of each token.
+        kpool: tokens of a pool.
+        topk: tokens of the selected pools, a multiple of ``kpool``.
+        page_table: int32 ``[R, W]``, a slot for each token of a request; default positions.
+        topk_offsets: int32 ``[T]`` or ``[T, 1]``, first row of a token's context, instead of slots.
+        seq_lens: ``[T]``, tokens that each token sees; without it the open pool is left out.
+        row_starts: int32 ``[T]``, default 0.
+        out_rows: rows of the result, those after T are padding.
+        page_table_row_index: int32 ``[T]``, the row of the table of each token; default t.
+        topk_v2_plan: ignored: the selection needs no plan.
+
+    Returns:
+        int32 ``[T, topk + kpool - 1]``: positions, slots or rows in ascending order of positions,
+        then -1.
+    """
+    pools = select_topk(
+        logits,
+        topk=topk // kpool,
+        row_starts=row_starts,
+        row_ends=group_lengths if row_starts is None else row_starts + group_lengths,
+    )
+    width = topk if seq_lens is None else topk + kpool - 1
+    out = pools.new_empty(len(pools) if out_rows is None else out_rows, width)
+    expand_pools(
+        pools,
+        group_lengths,
+        kpool,
+        out,
+        lengths=seq_lens,
+        table=page_table,
+        request_ids=page_table_row_index,
+        offsets=None if topk_offsets is None else topk_offsets.flatten(),
+    )
+    return out
+
+
+def build_pool_plan(pool_lens: Tensor) -> None:
+    """``build_kpool_topk_v2_plan``: the selection needs no plan."""
