@@ -375,8 +375,10 @@ SETTINGS = {
     ),
     SpeculativeConfig: {
         "num_speculative_tokens": "the longest decode, for which vLLM sorts batches",
-        "method": Refused("dspark", "DSpark's drafts are not supported", ("v4",)),
-        "attention_backend": "the switch of the draft model",
+        "method": "DSpark's drafts of DeepSeek-V4 are served; others are refused by architecture",
+        "attention_backend": Refused(
+            "FLASHMLA_SPARSE", "DSpark's drafts need the attention backend CUSTOM", ("v4",)
+        ),
         "kv_cache_dtype": "checked for the draft model's layers as for others",
         "index_share_for_mtp_iteration": VLLMS,  # it does not call the indexer
         "enable_adaptive_verification": VLLMS,  # asks both backends for device_cpu_query_lens
@@ -489,9 +491,9 @@ def test_a_setting_that_would_not_count_is_refused(configure, part, name, each, 
     value, changes = each.value, dict(each.others)
     if name == "backend_per_kind":
         changes["attention_config__backend"] = None
-    if name == "method":
+    if part == "speculative_config":
         value = SimpleNamespace(
-            use_dspark=lambda: True, draft_model_config=None, attention_backend=None
+            use_dspark=lambda: True, draft_model_config=None, attention_backend=value
         )
         changes["speculative_config"] = value
     else:
@@ -584,6 +586,19 @@ def plain(backend=None, draft=None, drafts=()):
         attention_config=AttentionConfig(backend=backend),
         kv_transfer_config=None,
         speculative_config=speculative,
+    )
+
+
+def test_drafts_of_blocks_take_the_backend_of_their_model(monkeypatch):
+    """vLLM gives them that of DeepSeek-V4 unless they have one of their own."""
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
+    target = settings.DEEPSEEK_V4[0]
+    for draft in (None, CUSTOM):
+        made = named(plain("CUSTOM", draft, [settings.DSPARK]), target)
+        assert message(settings.refuse, made) == ""
+    alone = named(plain(None, CUSTOM, [settings.DSPARK]), target)
+    assert "DSparkDraftModel takes the attention backend CUSTOM from its model" in message(
+        settings.refuse, alone
     )
 
 
@@ -782,7 +797,7 @@ def test_every_model_with_selected_positions_is_served_or_refused():
         files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
         if any("topk_indices_buffer" in file.read_text() for file in files):
             found.add(architecture)
-    others = settings.DEEPSEEK_V4 + settings.GLM5_NEXT + settings.HY_V4
+    others = settings.DEEPSEEK_V4 + settings.GLM5_NEXT + settings.HY_V4 + (settings.DSPARK,)
     served = plugins.GENERIC_MODELS.keys() | {*others}
     assert found == served | settings.OWN_ATTENTION.keys() | ASKING.keys()
     assert not ASKING.keys() & (served | settings.OWN_ATTENTION.keys())
@@ -818,6 +833,8 @@ READ = [
     "vllm.models.deepseek_v4.attention:DeepseekV4Attention.forward",
     "vllm.models.deepseek_v4.attention:DeepseekV4Indexer.forward",
     "vllm.models.deepseek_v4.compressor:DeepseekCompressor.__init__",
+    "vllm.models.deepseek_v4.nvidia.dspark:DSparkDeepseekV4Model.precompute_and_store_context_kv",
+    "vllm.models.deepseek_v4.nvidia.dspark:_insert_context_kv",
     "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention._o_proj",
     "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention.forward_mqa",
     "vllm.models.deepseek_v4.nvidia.model:_select_dsv4_attn_cls",
@@ -837,6 +854,7 @@ READ = [
     "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder.build",
     "vllm.v1.attention.backends.mla.indexer:balanced_prefill_row_shard",
     "vllm.v1.attention.backends.mla.indexer:tp_prefill_row_sharding_supported",
+    "vllm.v1.attention.backends.mla.sparse_swa:ComputeDSparkNoncausalSWAIndicesKernel.kernel",
     "vllm.v1.attention.ops.pcp:_gather_prefill_cache_inputs",
     "vllm.v1.attention.selector:get_attn_backend",
     "vllm.v1.worker.gpu.attn_utils:get_kv_cache_spec",
@@ -848,6 +866,7 @@ READ = [
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache",
+    "vllm.v1.worker.gpu.spec_decode.dspark.utils:_resolve_dspark_attention_backend",
     "vllm.v1.worker.gpu.states:RequestState.add_request",
 ]
 BODIES = Path(__file__).parent / "vllm_bodies.json"

@@ -6,6 +6,7 @@ Triton kernels run in the interpreter. CI installs vLLM for these files alone: s
 
 import ast
 import contextlib
+import copy
 import inspect
 import json
 import math
@@ -32,6 +33,7 @@ with warnings.catch_warnings():
         DeviceConfig,
         ModelConfig,
         SchedulerConfig,
+        SpeculativeConfig,
         VllmConfig,
         set_current_vllm_config,
     )
@@ -55,6 +57,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.utils import replace_parameter
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
     from vllm.models.deepseek_v4 import attention as theirs
+    from vllm.models.deepseek_v4.nvidia import dspark as nvidia_dspark
     from vllm.models.deepseek_v4.nvidia import model as nvidia_model
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
@@ -68,6 +71,7 @@ with warnings.catch_warnings():
         deepseek_v4,
         indexer,
         projection,
+        settings,
         surface,
         warmup,
     )
@@ -284,8 +288,11 @@ class Engine(CachedLayers):
         return [result[: sum(counts)].split(counts) for result in results]
 
 
-def whole_request(layer, x):
-    """The layer's outputs ``[T, hidden]`` for a whole request, by the reference in one piece."""
+def whole_request(layer, x, block=0):
+    """The layer's outputs ``[T, hidden]`` for a whole request, by the reference in one piece.
+
+    The last ``block`` tokens are drafted together, by a layer without entries.
+    """
     tokens = len(x)
     positions, request = torch.arange(tokens), torch.zeros(tokens, dtype=torch.int32)
     offsets, length = torch.tensor([0, tokens]).int(), torch.tensor([tokens]).int()
@@ -305,6 +312,9 @@ def whole_request(layer, x):
         query_norm=True,
     )
     window = positions[:, None] - torch.arange(127, -1, -1)
+    if block:
+        rows = torch.arange(tokens)
+        window = rows.where(rows >= tokens - block - 128, -1).expand(tokens, -1)
     extra = {}
 
     def pooled(compressor, format, ratio):
@@ -612,6 +622,86 @@ def test_a_step_without_a_batch_computes_nothing(config):
         assert (out == 0).all()
 
 
+# DSpark's drafts: the tokens of a block see the window before it, and the whole block.
+
+DRAFTS = 5
+
+
+def dspark(**others):
+    """vLLM's configuration of DSpark, without a checkpoint of its layers."""
+    speculative = object.__new__(SpeculativeConfig)
+    chosen = {"method": "dspark", "num_speculative_tokens": DRAFTS, "parallel_drafting": True}
+    for name, value in (chosen | others).items():
+        object.__setattr__(speculative, name, value)
+    return speculative
+
+
+@pytest.fixture
+def drafting(config, monkeypatch):
+    """A configuration with DSpark."""
+    monkeypatch.setattr(config, "speculative_config", dspark())
+    return config
+
+
+class Context(nn.Module):
+    """The model of DSpark's drafts, as far as it writes the rows of a context."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = [SimpleNamespace(attn=layer) for layer in layers]
+        rank = CONFIG["q_lora_rank"]
+        self.weight = torch.cat([layer.fused_wqa_wkv.weight[rank:] for layer in layers])
+
+    def context_wkv_proj(self, x):
+        return x @ self.weight.T
+
+
+def test_drafted_blocks_agree_with_the_reference(drafting):
+    """Contexts shorter and longer than the window, and two blocks at once."""
+    engine = Engine(drafting, Draw(5))
+    layers = [layer for layer in engine.layers if layer.compress_ratio == 1]
+    assert layers
+    draft = SimpleNamespace(is_ours=True, model=Context(layers))
+    lengths = 7, 300
+    x = [engine.draw.normal(length + DRAFTS, HIDDEN).bfloat16() for length in lengths]
+    contexts = []
+    for request, length in enumerate(lengths):
+        for first in range(0, length, 100):  # what a prefill writes
+            engine.step([(request, first, x[request][first : min(first + 100, length)])])
+        for layer in layers:
+            spec, table = spec_and_table(engine, layer, request)
+            positions = torch.arange(length)
+            slots = table[positions // spec.block_size].long() * spec.block_size
+            slots += positions % spec.block_size
+            cache = PagedCache(layer.swa_cache_layer.kv_cache, FP8_584)
+            kept = slots >= spec.block_size  # those in front of the window are given up
+            contexts.append((layer, cache, slots, kept, cache.read(slots[kept])))
+            cache.write(slots[kept], torch.full((int(kept.sum()), 512), 9.0))
+            assert (cache.read(slots[kept]) == 9).all()
+        deepseek_v4.DSparkDraft.precompute_and_store_context_kv(
+            draft, x[request][:length], positions, [slots.where(kept, -1)] * len(layers)
+        )
+    for layer, cache, slots, kept, expected in contexts:
+        assert_close(layer.prefix, cache.read(slots[kept]), expected, OUT)
+    blocks = [(i, length, x[i][length:]) for i, length in enumerate(lengths)]
+    found = engine.step(blocks, causal=False)
+    for layer in layers:
+        for request, length in enumerate(lengths):
+            result = found[list(engine.layers).index(layer)][request]
+            expected = whole_request(layer, x[request], block=DRAFTS)
+            assert_close(f"{layer.prefix}, {request}", result, expected[length:], OUT)
+
+
+def spec_and_table(engine, layer, request):
+    """What the raw rows of a layer take, and the pages of a request."""
+    name = layer.swa_cache_layer.prefix
+    for number, group in enumerate(engine.caches.kv_cache_groups):
+        if name in group.layer_names:
+            spec, _, row = engine.row(number, request, engine.config.model_config.max_model_len)
+            return spec, row
+    raise AssertionError(name)
+
+
 OVERRIDDEN = surface.overridden(deepseek_v4)
 
 
@@ -678,10 +768,11 @@ def build_model(model_config, monkeypatch):
     cls = nvidia_model.DeepseekV4FlashMLAAttention
     monkeypatch.setattr(cls, "__init__", theirs.DeepseekV4Attention.__init__)
 
-    def build(backend):
+    def build(backend, architecture=CONFIG["architectures"][0], speculative=None):
         config = engine_config(model_config, backend)
         config.kernel_config.enable_jit_warmup = False  # which needs TileLang
-        model = ModelRegistry.models[CONFIG["architectures"][0]].load_model_cls()
+        config.speculative_config = speculative
+        model = ModelRegistry.models[architecture].load_model_cls()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
             return model(vllm_config=config)
 
@@ -714,6 +805,38 @@ def test_the_model_has_our_layers_exactly_if_the_backend_is_custom(build_model, 
         change.setattr(deepseek_v4, "exchanged", contextlib.nullcontext)
         with pytest.raises(RuntimeError, match="serve without --attention-backend CUSTOM"):
             build_model("CUSTOM")
+
+
+@pytest.mark.parametrize("backend", ["CUSTOM", None])
+def test_drafts_of_blocks_have_our_layers_exactly_if_the_backend_is_custom(
+    build_model, model_config, monkeypatch, backend
+):
+    found = copy.deepcopy(model_config.hf_config)
+    chosen = {"n_mtp_layers": 2, "dspark_target_layer_ids": [0, 2], "dspark_markov_rank": 16}
+    for name, value in chosen.items():
+        setattr(found, name, value)
+    speculative = dspark(draft_model_config=SimpleNamespace(hf_config=found))
+    model = build_model(backend, settings.DSPARK, speculative)
+    layers = [layer.attn for layer in model.model.layers]
+    assert [layer.compress_ratio for layer in layers] == [1, 1]
+    written = []
+    for layer in layers:
+        assert isinstance(layer, deepseek_v4.SparseMLAV4Attention) is (backend is not None)
+        monkeypatch.setattr(layer, "write_context", lambda *given: written.append(given), False)
+    vllms = []
+    monkeypatch.setattr(nvidia_dspark, "_insert_context_kv", lambda *given: vllms.append(given))
+    states, positions = torch.ones(3, HIDDEN).bfloat16(), torch.arange(3)
+    for slots in (None, [positions, None]):
+        model.precompute_and_store_context_kv(states, positions, slots)
+    if backend is None:
+        assert not written
+        assert len(vllms) == 1
+        return
+    assert not vllms
+    ((rows, *places),) = written
+    assert rows.shape == (3, 512)
+    assert [each.tolist() for each in places] == [[0, 1, 2], [0, 1, 2]]
+    assert {layer.decode_rows for layer in layers} == {192}
 
 
 def test_the_first_hyper_connections_need_no_deepgemm_where_it_has_no_kernels(
@@ -788,7 +911,12 @@ def test_a_vllm_that_does_not_fit_stops_the_start(build_model, monkeypatch):
         ("model", "index_head_dim", 64, "index_head_dim must be 128, got 64"),
         ("model", "compress_rates", {"any": 2}, r"compress_rates must be 4 and 128, got \[2\]"),
         ("model", "vision_n_layers", 1, "images are not supported"),
-        ("engine", "speculative_config", SimpleNamespace(use_dspark=lambda: True), "DSpark"),
+        (
+            "engine",
+            "speculative_config",
+            SimpleNamespace(use_dspark=lambda: True, attention_backend="FLASHMLA_SPARSE"),
+            "DSpark's drafts need the attention backend CUSTOM.* got FLASHMLA_SPARSE",
+        ),
         ("envs", "VLLM_BATCH_INVARIANT", True, "batch invariance is not supported"),
         ("gpu", "get_device_capability", DeviceCapability(7, 5), "must be sm_80 or newer"),
         ("gpu", "is_rocm", True, "on NVIDIA GPUs only"),
@@ -989,6 +1117,29 @@ def test_kernels_that_no_layer_calls_are_not_compiled_at_the_start(config):
     assert "sparsemla.backends.vllm.warmup" in names
     assert "vllm.v1.attention.backends.mla.sparse_swa" in names
     assert not any(name.startswith(deepseek_v4.REPLACED) for name in names)
+
+
+def test_drafted_blocks_reach_no_kernel_that_was_not_warmed_up(run_python, drafting, monkeypatch):
+    engine = Engine(drafting, Draw(6))
+    drafting.cache_config.block_size = 4
+    layers = [layer for layer in engine.layers if layer.compress_ratio == 1]
+    for layer in engine.layers:  # a step serves all of them
+        layer.decode_rows = 192
+    found = list(warmup.compressed_layers(drafting, deepseek_v4.SparseMLAV4Attention))
+    calls = replay.spy(monkeypatch, {deepseek_v4: ("fused_rope_rmsnorm_quant", "sparse_decode")})
+    draft = SimpleNamespace(is_ours=True, model=Context(layers))
+    x = engine.draw.normal(60, HIDDEN).bfloat16()
+    engine.step([(0, 0, x[:40])])
+    slots = torch.arange(40) - 40  # nothing is written again
+    deepseek_v4.DSparkDraft.precompute_and_store_context_kv(
+        draft, x[:40], torch.arange(40), [slots] * len(layers)
+    )
+    engine.step([(0, 40, x[40 : 40 + DRAFTS])], causal=False)
+    decodes = [given for op, *given in calls if op == "sparse_decode"]
+    assert decodes
+    servings = [serving for layer in found for serving in layer.selections()]
+    sweeps = [sweep for layer in found for sweep in layer.sweeps()]
+    assert replay.missing_kernels(run_python, calls, *servings, steps=sweeps) == []
 
 
 @pytest.mark.parametrize("min_tokens", [1000, 1], ids=["in place", "converted"])

@@ -56,6 +56,7 @@ GENERIC_MODELS = {
 V4_MODELS = {
     "DeepseekV4ForCausalLM": "sparsemla.backends.vllm.deepseek_v4:DeepseekV4ForCausalLM",
     "DeepSeekV4MTPModel": "sparsemla.backends.vllm.deepseek_v4:DeepSeekV4MTP",
+    "DSparkDraftModel": "sparsemla.backends.vllm.deepseek_v4:DSparkDraft",
 }
 """vLLM's classes of DeepSeek-V4, which ask for the attention backend."""
 

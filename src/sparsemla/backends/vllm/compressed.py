@@ -74,6 +74,7 @@ class CompressedLayer:
         num_heads: query heads of this rank.
         q_lora_rank: values in front of the raw row in the fused projection.
         window: raw rows that a token attends to.
+        decode_rows: columns of their lists in decodes; more than the window for DSpark's drafts.
         topk: entries that a token selects.
         index_heads: heads of the indexer.
         num_groups, o_lora_rank: of the first output projection.
@@ -93,6 +94,7 @@ class CompressedLayer:
     num_heads: int
     q_lora_rank: int
     window: int
+    decode_rows: int
     topk: int
     index_heads: int
     num_groups: int
@@ -119,6 +121,8 @@ class CompressedLayer:
     def sweeps(self) -> Iterator[Sweep]:
         """All other ops, at every number of tokens."""
         yield Sweep(self._write, self.max_tokens)
+        if self.decode_rows > self.window:
+            yield Sweep(self._write_context, self.max_tokens)
         yield Sweep(self._project, self.max_tokens)
         decodes = min(self.max_tokens, self.max_requests * self.max_query_len)
         for width in self._widths():
@@ -169,6 +173,22 @@ class CompressedLayer:
             out=q,
         )
 
+    def _write_context(self, tokens: int) -> None:
+        """Raw rows of tokens without queries, projected for all layers of drafts at once."""
+        dim = FP8_584.head_dim
+        nobody = without_memory(tokens, 1, dim, dtype=torch.bfloat16)
+        fused_rope_rmsnorm_quant(
+            nobody,
+            without_memory(tokens, 2, dim, dtype=torch.bfloat16)[:, 0],
+            self._table(),
+            without_memory(dim, dtype=torch.bfloat16),
+            self.raw.cache(FP8_584),
+            positions=without_memory(tokens, dtype=torch.int64),
+            slot_mapping=without_memory(tokens, dtype=torch.int64),
+            query_norm=True,
+            out=nobody,
+        )
+
     def _project(self, tokens: int) -> None:
         inputs = self.num_heads * FP8_584.head_dim // self.num_groups
         shape = self.num_groups, self.o_lora_rank, inputs
@@ -215,7 +235,7 @@ class CompressedLayer:
         sparse_decode(
             self._q(tokens, 1),
             self.raw.cache(FP8_584),
-            without_memory(tokens, 1, self.window),
+            without_memory(tokens, 1, self.decode_rows),
             topk_lengths=without_memory(tokens),
             extra_cache=None if self.entries is None else self.entries.cache(FP8_584),
             extra_topk_indices=slots,

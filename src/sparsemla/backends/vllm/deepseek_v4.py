@@ -11,6 +11,9 @@ vLLM's. Exchanged are four things that a layer does between its projections:
 - attention (:func:`sparse_decode`, :func:`sparse_prefill`) and the first output projection
   (:func:`project_groups`).
 
+The tokens that DSpark drafts together see each other: vLLM's metadata lists the rows before their
+block and all rows of the block for each of them, which is a list like any other here.
+
 Prefills read the FP8 caches in place, or first convert the rows that they see to bfloat16 if that
 is faster. Heads are not padded, and DeepGEMM, FlashMLA and CuTe DSL are not called.
 
@@ -41,7 +44,7 @@ from vllm.models.deepseek_v4.compressor import (
     CompressorMetadataBuilder,
     DeepseekCompressor,
 )
-from vllm.models.deepseek_v4.nvidia import model
+from vllm.models.deepseek_v4.nvidia import dspark, model
 from vllm.models.deepseek_v4.nvidia.flashmla import (
     DeepseekSparseSWAFlashMLABackend,
     DeepseekSparseSWAFlashMLAMetadataBuilder,
@@ -54,6 +57,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.deep_gemm import is_deep_gemm_supported
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
+from vllm.v1.attention.backends.mla.compressor_utils import get_dspark_swa_index_width
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend, dsa_indexer_uses_fp4
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -478,6 +482,7 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
             self.n_heads * self.head_dim // self.n_groups,
             f"{prefix}.wo_a",
         )
+        self.decode_rows = self.window_size
         device = self.attn_sink.device
         rule = conversion_rule(vllm_config, self.compress_ratio, device)
         self.conversion_rows = reserved_rows(rule)
@@ -525,6 +530,28 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
                 out=q[tokens],
             )
         return q
+
+    def write_context(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Normalise, rotate and write raw rows of tokens that have no queries here.
+
+        Args:
+            kv: ``[T, 512]``, projected.
+            positions: integers ``[T]``.
+            slots: integers ``[T]``, negative for none.
+        """
+        nobody = kv.new_empty(len(kv), 1, self.head_dim)
+        fused_rope_rmsnorm_quant(
+            nobody,
+            kv,
+            self.rotary_emb.cos_sin_cache,
+            self.kv_norm.weight,
+            PagedCache(self.swa_cache_layer.kv_cache, FP8_584),
+            positions=positions,
+            slot_mapping=slots,
+            eps=self.eps,
+            query_norm=True,
+            out=nobody,
+        )
 
     def _workspace(self) -> Tensor | None:
         """Workspace of :func:`sparsemla.sparse_decode`, shared by all layers.
@@ -666,7 +693,7 @@ class WithAttention(nn.Module):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             return
         check(DEEPSEEK_V4, sys.modules[__name__])
-        refuse(vllm_config)
+        refuse(vllm_config, drafts_blocks=isinstance(self, DSparkDraft))
         if not is_deep_gemm_supported():
             model.mhc_pre_broadcast_tilelang = first_streams
         with exchanged():
@@ -688,6 +715,47 @@ class DeepseekV4ForCausalLM(WithAttention, deepseek_v4.DeepseekV4ForCausalLM):
 
 class DeepSeekV4MTP(WithAttention, deepseek_v4.DeepSeekV4MTP):
     """Its layer for multi-token prediction."""
+
+
+class DSparkDraft(WithAttention, dspark.DSparkDeepseekV4ForCausalLM):
+    """Its layers for DSpark's drafts, whose raw rows come from the target's hidden states."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.is_ours = vllm_config.attention_config.backend == AttentionBackendEnum.CUSTOM
+        if self.is_ours:
+            model: Any = self.model
+            count = vllm_config.speculative_config.num_speculative_tokens
+            for layer in model.layers:
+                rows = get_dspark_swa_index_width(layer.attn.window_size, count)
+                layer.attn.decode_rows = rows
+
+    def precompute_and_store_context_kv(
+        self,
+        context_states: Tensor,
+        context_positions: Tensor,
+        context_slot_mappings: list[Tensor | None] | None = None,
+    ) -> None:
+        """Write the raw rows of tokens that the target has computed, in every layer.
+
+        Args:
+            context_states: ``[T, hidden_size]``, combined from the target's layers.
+            context_positions: integers ``[T]``.
+            context_slot_mappings: slots of each layer; None while vLLM profiles.
+        """
+        if not self.is_ours:
+            super().precompute_and_store_context_kv(
+                context_states, context_positions, context_slot_mappings
+            )
+            return
+        model: Any = self.model
+        layers = model.layers
+        rows = model.context_wkv_proj(context_states).unflatten(-1, (len(layers), -1))
+        if context_slot_mappings is None:
+            return
+        for layer, kv, slots in zip(layers, rows.unbind(1), context_slot_mappings, strict=True):
+            if slots is not None:
+                layer.attn.write_context(kv, context_positions, slots)
 
 
 def first_streams(
@@ -754,8 +822,13 @@ def check_layers(built: nn.Module) -> list[SparseMLAV4Attention]:
     return layers
 
 
-def refuse(config: VllmConfig) -> None:
-    """Raise ValueError for settings and models that these layers do not support."""
+def refuse(config: VllmConfig, *, drafts_blocks: bool = False) -> None:
+    """Raise ValueError for settings and models that these layers do not support.
+
+    Args:
+        config: vLLM's.
+        drafts_blocks: the model is DSpark's, for which vLLM sets ``use_non_causal``.
+    """
     text, parallel = config.model_config.hf_text_config, config.parallel_config
     speculative = config.speculative_config
     capability = current_platform.get_device_capability()
@@ -783,7 +856,10 @@ def refuse(config: VllmConfig) -> None:
         "prefill_context_parallel_size must be 1": parallel.prefill_context_parallel_size > 1,
         "HiSparse must be off": config.attention_config.hisparse_config is not None,
         "images are not supported": getattr(text, "vision_n_layers", 0) > 0,
-        "DSpark's drafts are not supported": speculative is not None and speculative.use_dspark(),
+        "DSpark's drafts need the attention backend CUSTOM, which they take from the model; got "
+        f"{getattr(speculative, 'attention_backend', None)}": speculative is not None
+        and speculative.use_dspark()
+        and speculative.attention_backend not in (None, AttentionBackendEnum.CUSTOM),
         "batch invariance is not supported": envs.VLLM_BATCH_INVARIANT,
         f"{FP8_MMA} must be unset, as no kernel has FP8 MMAs for rows of 512 dims": (
             permits_fp8_mma()
@@ -791,7 +867,7 @@ def refuse(config: VllmConfig) -> None:
         f"the model's dtype must be bfloat16, got {config.model_config.dtype}": (
             config.model_config.dtype != torch.bfloat16
         ),
-        "use_non_causal must be off": config.attention_config.use_non_causal,
+        "use_non_causal must be off": config.attention_config.use_non_causal and not drafts_blocks,
         "kv_cache_dtype_skip_layers must be empty, as all layers have the same caches": bool(
             config.cache_config.kv_cache_dtype_skip_layers
         ),

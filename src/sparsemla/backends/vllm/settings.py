@@ -28,7 +28,6 @@ OPERATOR = f"vllm::{INDEXER_PLUGIN}"
 
 OWN_ATTENTION = {
     "DeepseekV41ForCausalLM": "chooses among vLLM's own classes of attention",
-    "DSparkDraftModel": "chooses among vLLM's own classes of attention",
     "DSparkV41DraftModel": "chooses among vLLM's own classes of attention",
     "Dots3NoteForCausalLM": "pads the rows of its caches for a backend of vLLM",
     "Dots3NoteMTPModel": "pads the rows of its caches for a backend of vLLM",
@@ -50,6 +49,8 @@ GLM5_NEXT = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration", "Glm5Nex
 HY_V4 = ("HYV4ForCausalLM", "HYV4MTPModel")
 """Hunyuan V4, whose indexer stays vLLM's."""
 DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel")
+DSPARK = "DSparkDraftModel"
+"""DSpark's drafts of DeepSeek-V4, which share the layout of its caches."""
 
 HOST_CONNECTOR = "HostRowsConnector"
 HOST_MODULE = "sparsemla.backends.vllm.host"
@@ -282,6 +283,11 @@ def refuse(config: VllmConfig) -> None:
         raise ValueError(
             f"sparsemla: {architecture} {OWN_ATTENTION[architecture]}; serve it without the "
             "attention backend CUSTOM"
+        )
+    if DSPARK in drafts and in_draft and not in_target:
+        raise ValueError(
+            f"sparsemla: {DSPARK} takes the attention backend CUSTOM from its model: set "
+            "--attention-backend CUSTOM, and not that of the drafts alone"
         )
     if served and current_platform.is_xpu():
         raise ValueError(

@@ -491,6 +491,8 @@ DEEPSEEK_V4 = INDEXER + _rows(
         deepseek_v4: base classes
             DeepseekV4ForCausalLM DeepSeekV4MTP
     vllm.models.deepseek_v4.nvidia:
+        dspark: base class of drafts
+            DSparkDeepseekV4ForCausalLM
         model: exchanged choice of attention, and of the first layer's hyper-connections
             _select_dsv4_attn_cls DeepseekV4DecoderLayer mhc_pre_broadcast_tilelang
             mhc_pre_tilelang
@@ -503,7 +505,7 @@ DEEPSEEK_V4 = INDEXER + _rows(
             backend_cls compress_ratio compressor forward_mqa get_padded_num_q_heads head_dim
             indexer kv_cache kv_norm max_num_batched_tokens n_groups n_heads n_local_groups
             n_local_heads o_lora_rank q_lora_rank rotary_emb scale swa_backend_cls swa_cache_layer
-            topk_indices_buffer wo_a wo_b
+            topk_indices_buffer window_size wo_a wo_b
         DeepseekV4Indexer: base class
             _get_attn_cls _get_cache_cls _get_compressor_cls _q_rope_quant compressor indexer_op
             k_cache
@@ -536,6 +538,9 @@ DEEPSEEK_V4 = INDEXER + _rows(
             num_prefill_tokens num_prefills prefill_gather_lens prefill_query_lens_cpu
             prefill_seq_lens prefill_seq_lens_cpu prefill_swa_indices prefill_swa_lens
             query_start_loc query_start_loc_cpu slot_mapping token_to_req_indices
+    vllm.v1.attention.backends.mla.compressor_utils:
+        get_dspark_swa_index_width: rows that a drafted token sees
+            window_size num_speculative_tokens
     vllm.v1.attention.backends.mla.indexer:
         DeepseekV4IndexerBackend: base class
             get_builder_cls get_supported_kernel_block_sizes

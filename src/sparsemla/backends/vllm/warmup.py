@@ -252,6 +252,7 @@ def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer
             num_heads=layer.n_local_heads,
             q_lora_rank=layer.q_lora_rank,
             window=layer.window_size,
+            decode_rows=layer.decode_rows,
             topk=config.model_config.hf_text_config.index_topk,
             index_heads=0 if layer.indexer is None else layer.indexer.n_head,
             num_groups=layer.n_local_groups,
