@@ -269,6 +269,7 @@ CONFIG = {
 }
 
 
+HY_V4 = {"architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4", "learnable_sink": True}
 GLM53_FLASH = {
     "architectures": ["Glm5NextForConditionalGeneration"],
     "model_type": "glm5_next",
@@ -310,6 +311,7 @@ def arguments(tmp_path):
         {"kv_cache_dtype": "bfloat16", "dsa_prefill_backend": "fa3"},
         {"dsa_topk_backend": "flashinfer"},
         {"config": {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"}},
+        {"config": HY_V4, "kv_cache_dtype": "auto"},
         {"config": GLM53_FLASH, "mamba_track_interval": 1024},
         {"config": GLM53_FLASH, "mamba_track_interval": 1024, "kv_cache_dtype": "bfloat16"},
         {"config": GLM53_FLASH | {"index_kpool": 4}, "dsa_prefill_backend": "flashmla_sparse"},
@@ -418,6 +420,10 @@ def test_options_that_must_be_off(refusal, option):
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype must be one of .*, got nvfp4"),
         ({"model_impl": "transformers"}, "--model-impl must be one of .*, got transformers"),
         ({"dtype": torch.float16}, "--dtype must be bfloat16, got torch.float16"),
+        (
+            {"config": {"architectures": ["Dots3NoteForCausalLM"]}},
+            "^Dots3NoteForCausalLM has layers of another backend, whose windows dsa does not read$",
+        ),
         (
             {"config": {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}},
             "^SGLang's backend dsv4 of DeepseekV4ForCausalLM is not replaced, only dsa$",
@@ -676,6 +682,7 @@ def test_every_argument_of_sglang_is_accounted_for():
     ("changes", "reason"),
     [
         ({"enable_deterministic_inference": True}, "supported for deterministic inference"),
+        ({"config": HY_V4}, "attention sinks require a bfloat16 KV cache; got .*=fp8_e4m3"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "only supports bf16/bfloat16 or fp8_e4m3"),
     ],
     ids=str,
@@ -1631,13 +1638,19 @@ def example(monkeypatch, torch_instead):
     return sglang_hooks
 
 
-def test_the_example_measures_every_method(example, monkeypatch, tmp_path, capsys):
+def test_the_example_measures_every_method_of_deepseek_v32(example, monkeypatch, tmp_path, capsys):
     file = tmp_path / "rows.json"
     assert example.main(["--device", "cpu", "--heads", "8", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     hooks = {short(hook) for hook in HOOKS if hook.kind == HookType.REPLACE}
     without_results = {"_compute_flashmla_metadata", "_build_topk_v2_plan"}
-    assert {row["method"] for row in rows} == hooks - without_results
+    of_pools = {
+        "_check_kpool_tail_backend",
+        "_resolve_kpool_tail_backend",
+        "build_kpool_topk_v2_plan",
+        "topk_from_pooled_history_logits",
+    }
+    assert {row["method"] for row in rows} == hooks - without_results - of_pools
     for row in rows:
         absent = "ragged_fused is of another torch" in row["why"]
         assert (row["theirs_us"] is None) == absent

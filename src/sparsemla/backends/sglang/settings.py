@@ -31,6 +31,9 @@ CAPABILITY = 8, 0
 E4M3 = 8, 9
 """Least compute capability for which Triton compiles conversions to e4m3."""
 
+WINDOWED = ("Dots3NoteForCausalLM", "Dots3NoteForCausalLMNextN")
+"""Models whose other layers SGLang gives to a second backend, beside one of dsa."""
+
 OFF = {
     "enable_prefill_cp": "prefill context parallelism splits selections between ranks",
     "enable_cp_decode_attn_tp": "it belongs to context parallelism",
@@ -69,6 +72,8 @@ def refuse(settings: Any, model: Any) -> str | None:  # noqa: ANN401 - SGLang's 
         return (
             f"the model must have an indexer that SGLang's dsa backend serves, got {architecture}"
         )
+    if architecture in WINDOWED:
+        return f"{architecture} has layers of another backend, whose windows dsa does not read"
     if {*attention_backends_of(settings)} - {"dsa", "nsa"}:
         return f"--attention-backend must be dsa, got {attention_backends_of(settings)}"
     if model.dtype != torch.bfloat16:
