@@ -1182,7 +1182,7 @@ def test_the_models_of_engines() -> None:
     served = {row[2]: {other[1] for other in table if other[2] == row[2]} for row in table}
     assert served == {
         "vLLM 0.33": base(NVIDIA_MODELS) | base(V4_MODELS) | base(GLM5_NEXT[1:]) | base(HY_V4),
-        "SGLang 0.5.23": base(NVIDIA_MODELS),
+        "SGLang 0.5.23": base(NVIDIA_MODELS) | base(GLM5_NEXT[1:]) | base(HY_V4),
     }
     for _, architecture, _, command, _, proof in table:
         words, link = re.fullmatch(r"\[`(.+)`\]\((.+?)(?:#.+)?\)", command).groups()
@@ -1192,6 +1192,8 @@ def test_the_models_of_engines() -> None:
     refused = {row[0]: row[2] for row in table if row[1] == "vLLM"}
     for architecture in base(OWN_ATTENTION):
         assert refused[architecture] == OWN_ATTENTION[architecture]
+    refused = {row[0]: row[2] for row in table if row[1] == "SGLang"}
+    assert refused["Dots3NoteForCausalLM"] in page("src/sparsemla/backends/sglang/settings.py")
     for architecture in base(OWN_INDEXER.keys() - OWN_ATTENTION.keys()):
         assert [architecture, "vLLM, `sparsemla_indexer", OWN_INDEXER[architecture]] in table
 
