@@ -19,6 +19,7 @@ import torch
 
 import sparsemla
 from sparsemla import ExchangeWorkspace, HeadWeight, PagedCache, RowTable, WindowState
+from sparsemla.kernels.common import pools
 from sparsemla.kernels.exchange import Inboxes
 
 
@@ -127,5 +128,6 @@ def main(path: str, target: str) -> None:
         with meta_means(gpu), compile_only(1):
             for op, arguments, options in calls:
                 options = {name: on_meta(option) for name, option in options.items()}
-                getattr(sparsemla, op)(*map(on_meta, arguments), **options)
+                call = getattr(sparsemla, op, None) or getattr(pools, op)
+                call(*map(on_meta, arguments), **options)
     sys.stdout.write("\n".join([str(known), *kernels[known:]]))

@@ -1346,6 +1346,48 @@ def test_a_layer_of_pools_agrees_with_the_reference(pooled, name, cache, prefill
     assert_close("out", found, expected.squeeze(1).to(q.dtype), SPARSE_DECODE_OUT)
 
 
+@pytest.mark.parametrize(
+    ("kpool", "cache", "prefill", "decode"),
+    [
+        (4, "fp8", "flashmla_kv", "flashmla_kv"),
+        (16, "fp8", "flashmla_sparse", "fa3"),
+        (4, "bf16", "fa3", "fa3"),
+    ],
+    ids=str,
+)
+def test_no_kernel_of_pools_is_compiled_while_the_engine_serves(
+    run_python, pooled, monkeypatch, kpool, cache, prefill, decode
+):
+    ops = {attention: ("sparse_decode", "sparse_prefill"), topk: ("select_topk", "expand_pools")}
+    calls, asked = replay.spy(monkeypatch, ops), set()
+    for name in ("decode", "prefill", "speculative"):
+        made, backend = pooled(name, kpool, cache, prefill, decode)
+        layer, scores = made.actual_module.attn, Scores(made, packed=False)
+        made.topk_indices = pools_of(scores, kpool).int()
+        q = torch.randn(len(scores.logits), 8, 512, dtype=torch.bfloat16)
+        call = backend.forward_decode if name == "decode" else backend.forward_extend
+        call(
+            q, None, None, layer, made.forward_batch, q_rope=q[..., :0],
+            topk_indices=selections(made),
+        )  # fmt: skip
+        asked.add(attention.layers_of(backend, made.runner))
+    indexer = SimpleNamespace(index_kpool=kpool, index_topk=TOPK)
+    tables = torch.zeros(len(LENGTHS), 3000, dtype=torch.int32)
+    for packed in (False, True):
+        pools = Pools(LENGTHS, kpool, packed)
+        pools.choose(indexer)
+        pools.choose(indexer, page_table=tables)
+        pools.choose(indexer, page_table=tables[:, :1001], seq_lens=None)
+        rows = torch.arange(len(LENGTHS), dtype=torch.int32)
+        pools.choose(indexer, page_table=tables, page_table_row_index=rows)
+        pools.choose(indexer, topk_offsets=rows[:, None], out_rows=len(LENGTHS) + 2)
+    assert {op for op, *_ in calls} == {*ops[attention], *ops[topk]}
+    for *_, options in calls:
+        options.pop("workspace", None)  # of a CPU
+    sweeps = [sweep for layers in asked for sweep in layers.sweeps()]
+    assert replay.missing_kernels(run_python, calls, steps=sweeps) == []
+
+
 class Pools:
     """Scores of the pools of a batch, whose columns that do not count are NaN.
 

@@ -25,6 +25,7 @@ from sparsemla import (
     BF16_576,
     FP8_DS_MLA,
     FP8_NOPE,
+    CacheFormat,
     PagedCache,
     decode_workspace_size,
     sparse_decode,
@@ -81,16 +82,18 @@ def layers_of(backend: DeepseekSparseAttnBackend, model_runner: ModelRunner) -> 
     """What the layers of a backend may ask of the GPU."""
     config, schedule = model_runner.model_config.hf_config, get_schedule()
     methods = {backend.dsa_prefill_impl, backend.dsa_decode_impl}
-    # SGLang has the RoPE dims of queries in their own tensor, or in one with the other dims.
-    wide = backend.qk_nope_head_dim + backend.qk_rope_head_dim
-    pitches = (backend.qk_rope_head_dim, wide) if "fa3" in methods else ()
+    # For fa3 the RoPE dims of queries are in their own tensor, or in one with other dims.
+    rope = backend.qk_rope_head_dim
+    apart = (rope, backend.qk_nope_head_dim + rope) if rope and "fa3" in methods else ()
+    whole = () if apart and methods == {"fa3"} else (None,)
     fp8 = backend.dsa_kv_cache_store_fp8
     return Layers(
-        format=FP8_DS_MLA if fp8 else BF16_576,
+        format=_format(backend, fp8),
         num_heads=backend.num_q_heads,
         index_heads=max(get_dsa_index_n_heads(config), LEAST_INDEX_HEADS),
         topk=backend.dsa_index_topk,
-        pitches=(*pitches, None) if methods - {"fa3"} else pitches,
+        pool=backend.dsa_index_kpool,
+        pitches=(*apart, *whole),
         converts=fp8 and bool(methods & {"flashmla_sparse", "flashmla_auto"}),
         allow_fp8_mma=backend.sparsemla_fp8_mma,
         sinks=getattr(config, "learnable_sink", False),
@@ -221,6 +224,13 @@ def resolve_tail(
     return dsa_impl
 
 
+def _format(backend: DeepseekSparseAttnBackend, fp8: bool) -> CacheFormat:
+    """Rows of a layer, or of a batch: in FP8 or in bfloat16, with RoPE dims or without."""
+    if backend.qk_rope_head_dim:
+        return FP8_DS_MLA if fp8 else BF16_576
+    return FP8_NOPE if fp8 else BF16_512
+
+
 def _attend(
     backend: DeepseekSparseAttnBackend,
     q: Tensor,
@@ -241,8 +251,7 @@ def _attend(
     # SGLang pads batches of data-parallel ranks at the end: the lengths, or queries without keys.
     if lengths is not None:
         lengths = lengths[:num_tokens] if lengths.shape[0] >= num_tokens else None
-    formats = (BF16_576, FP8_DS_MLA) if backend.qk_rope_head_dim else (BF16_512, FP8_NOPE)
-    cache_format = formats[kv_cache.dtype != torch.bfloat16]
+    cache_format = _format(backend, kv_cache.dtype != torch.bfloat16)
     cache = PagedCache(kv_cache.view(-1, 1, cache_format.row_width), cache_format)
     if backend.forward_metadata.max_seq_len_q > 1:
         out, _ = sparse_prefill(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sparsemla.cache import PagedCache
 from sparsemla.compat import deep_gemm
-from sparsemla.formats import BF16_576, INDEX_FP8, CacheFormat
+from sparsemla.formats import BF16_512, BF16_576, INDEX_FP8, CacheFormat
+from sparsemla.kernels.common.pools import expand_pools
 from sparsemla.ops import select_topk, sparse_decode, sparse_prefill
 from sparsemla.warmup import EVERY, Sweep
 
@@ -31,7 +32,8 @@ class Layers:
         format: of the latent cache.
         num_heads: query heads of this rank.
         index_heads: heads of the indexer.
-        topk: keys that a token selects.
+        topk: tokens that a token selects.
+        pool: tokens of an index key.
         pitches: elements between the RoPE dims of two heads of a query, where a method gets them
             in a tensor of their own; None where it gets whole queries.
         converts: prefills may read converted rows.
@@ -49,6 +51,7 @@ class Layers:
     num_heads: int
     index_heads: int
     topk: int
+    pool: int
     pitches: tuple[int | None, ...]
     converts: bool
     allow_fp8_mma: bool
@@ -64,7 +67,8 @@ class Layers:
         """All ops, at every number of tokens, rows and columns."""
         caches = [(self.format, self.num_slots, False)]
         if self.converts:  # the rows of a batch are as many as its contexts have
-            caches += [(BF16_576, rows, self.allow_fp8_mma) for rows in (1024, 1025)]
+            converted = BF16_576 if self.format.head_dim == BF16_576.head_dim else BF16_512
+            caches += [(converted, rows, self.allow_fp8_mma) for rows in (1024, 1025)]
         tokens = max(self.max_tokens, self.max_requests * self.drafts)
         for pitch in self.pitches:
             decode = functools.partial(self._decode, pitch)
@@ -72,11 +76,17 @@ class Layers:
             for kind in caches:
                 yield Sweep(functools.partial(self._prefill, pitch, *kind), tokens)
         for rows in (*(count for count in ROW_COUNTS if count < tokens), tokens):
-            yield Sweep(functools.partial(self._select, rows), self.num_slots)
+            select = self._select if self.pool == 1 else self._select_pools
+            yield Sweep(functools.partial(select, rows), -(-self.num_slots // self.pool))
         if self.scores:
             for size in SIZES:
                 yield Sweep(functools.partial(self._score_contexts, size), tokens)
                 yield Sweep(functools.partial(self._score_pages, size), self.max_requests)
+
+    @property
+    def width(self) -> int:
+        """Entries of a token's list: the tokens of an open pool come behind the selected ones."""
+        return self.topk + self.pool - 1
 
     def _attention(self, pitch: int | None, *tokens: int) -> tuple[Tensor, dict[str, Any]]:
         """Queries, and the other arguments of both ops."""
@@ -87,14 +97,14 @@ class Layers:
             "attn_sink": without_memory(heads[-1], dtype=torch.float32) if self.sinks else None,
         }
         if pitch is None:
-            return without_memory(*heads, 576, dtype=torch.bfloat16), options
+            return without_memory(*heads, self.format.head_dim, dtype=torch.bfloat16), options
         rope = without_memory(*heads, pitch, dtype=torch.bfloat16)[..., -64:]
         return without_memory(*heads, 512, dtype=torch.bfloat16), options | {"q_rope": rope}
 
     def _decode(self, pitch: int | None, tokens: int) -> None:
         q, options = self._attention(pitch, tokens, 1)
         cache = PagedCache.allocate(self.format, self.num_slots, 1, device="meta")
-        sparse_decode(q, cache, without_memory(tokens, 1, self.topk), **options)
+        sparse_decode(q, cache, without_memory(tokens, 1, self.width), **options)
 
     def _prefill(
         self, pitch: int | None, format: CacheFormat, rows: int, fp8_mma: bool, tokens: int
@@ -102,7 +112,7 @@ class Layers:
         q, options = self._attention(pitch, tokens)
         cache = PagedCache.allocate(format, rows, 1, device="meta")
         sparse_prefill(
-            q, cache, without_memory(tokens, self.topk), allow_fp8_mma=fp8_mma, **options
+            q, cache, without_memory(tokens, self.width), allow_fp8_mma=fp8_mma, **options
         )
 
     def _select(self, rows: int, columns: int) -> None:
@@ -117,6 +127,29 @@ class Layers:
             ranges: dict[str, Any] = {"row_starts": starts, "row_ends": without_memory(rows)}
             select_topk(scores, topk=self.topk, **ranges)
             select_topk(scores, topk=self.topk, **ranges, **pages)
+
+    def _select_pools(self, rows: int, columns: int) -> None:
+        """Selections of pools, and lists of their tokens: positions, slots, and rows."""
+        count = without_memory(rows)
+        for starts in (None, count):
+            pools = select_topk(
+                without_memory(rows, columns, dtype=torch.float32),
+                topk=self.topk // self.pool,
+                row_starts=starts,
+                row_ends=count,
+            )
+        table = {"table": without_memory(rows, 2)}
+        places: list[dict[str, Any]] = [{}, table, table | {"request_ids": count}]
+        for place in (*places, {"offsets": count}):
+            for open_pool in (0, self.pool - 1):
+                expand_pools(
+                    pools,
+                    count,
+                    self.pool,
+                    without_memory(rows, self.topk + open_pool),
+                    lengths=count if open_pool else None,
+                    **place,
+                )
 
     def _score_contexts(self, keys: int, tokens: int) -> None:
         deep_gemm.fp8_mqa_logits(

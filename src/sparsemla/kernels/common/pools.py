@@ -10,7 +10,11 @@ BLOCK = 1024
 """Most entries of a program: eight for each thread."""
 
 
-@triton.jit(do_not_specialize=["num_lists"])
+RUNTIME = ("counts", "lengths", "table", "table_row", "request_ids", "offsets", "num_lists")
+"""Parts of batches and tables of any width: Triton would compile a kernel for each alignment."""
+
+
+@triton.jit(do_not_specialize=RUNTIME)
 def _expand_pools(
     pools,
     pools_list,
