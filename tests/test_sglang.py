@@ -1236,7 +1236,11 @@ def test_positions_are_selected_for_a_later_conversion(step, name):
     assert_equal("positions", chosen, scores.positions.int())
 
 
-@pytest.mark.parametrize(("cache", "prefill", "decode", "num_heads"), METHODS, ids=str)
+@pytest.mark.parametrize(
+    ("cache", "prefill", "decode", "num_heads"),
+    [pytest.param(*one, marks=pytest.mark.turns(i, 3)) for i, one in enumerate(METHODS)],
+    ids=str,
+)
 def test_no_kernel_is_compiled_while_the_engine_serves(
     run_python, step, monkeypatch, cache, prefill, decode, num_heads
 ):
@@ -1349,9 +1353,9 @@ def test_a_layer_of_pools_agrees_with_the_reference(pooled, name, cache, prefill
 @pytest.mark.parametrize(
     ("kpool", "cache", "prefill", "decode"),
     [
-        (4, "fp8", "flashmla_kv", "flashmla_kv"),
-        (16, "fp8", "flashmla_sparse", "fa3"),
-        (4, "bf16", "fa3", "fa3"),
+        pytest.param(4, "fp8", "flashmla_kv", "flashmla_kv", marks=pytest.mark.turns(0, 3)),
+        pytest.param(16, "fp8", "flashmla_sparse", "fa3", marks=pytest.mark.turns(1, 3)),
+        pytest.param(4, "bf16", "fa3", "fa3", marks=pytest.mark.turns(2, 3)),
     ],
     ids=str,
 )
