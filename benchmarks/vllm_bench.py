@@ -204,7 +204,7 @@ def short(name: str) -> str:
     return re.split("[<(]", plain)[0].split("::")[-1]
 
 
-def model_config(heads: int, experts: int, max_length: int, rank: bool) -> dict[str, Any]:
+def model_config(heads: int, experts: int, max_length: int, rank: bool = False) -> dict[str, Any]:
     """The configuration of the model, for transformers."""
     config = {
         "architectures": ["DeepseekV32ForCausalLM"],

@@ -105,14 +105,8 @@ def engine(folder: Path, weights: str = "model", **more: object) -> Any:  # noqa
     }
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
-    from vllm.model_executor.models.registry import ModelRegistry
-    from vllm.plugins import load_general_plugins
 
-    from sparsemla.backends.vllm import GENERIC_MODELS
-
-    load_general_plugins()
-    for architecture, name in GENERIC_MODELS.items():
-        ModelRegistry.register_model(architecture, name)
+    vllm_engine.serve_portable_class()
     mode = Mode(BOTH, "CUSTOM", portable=True, more=more)
     llm = LLM(**vllm_engine.engine_arguments(mode, folder / weights))
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0":

@@ -876,7 +876,7 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     """Serve the model and write what came of each prompt.
 
     Raises:
-        RuntimeError: other classes serve than the mode asks for.
+        RuntimeError: other classes serve than the mode asks for, or answers are missing.
     """
     # The scheduler runs in this process, where the model's class is exchanged; the workers of
     # several GPUs are its forks. DeepGEMM compiles for these requests only, once they need it.
@@ -900,6 +900,10 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
         gathering() if mode.gathers else nullcontext(),
     ):
         found = _serve_by_transformers(mode) if mode.transformers else _serve(mode, model)
+    asked = len(SERVED[mode.model].prompts()[: mode.prompts])
+    counts = [len(answer["tokens"]) for answer in found["answers"]]
+    if counts != [mode.new_tokens] * asked:
+        raise RuntimeError(f"{asked} answers must have {mode.new_tokens} tokens each, got {counts}")
     result.write_text(json.dumps(found))
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_bench
+import vllm_engine
 
 CACHES = 704 << 20
 """Bytes of caches on the GPU, where rows are on the host."""
@@ -82,6 +83,12 @@ def shares(longest: int, seats: int) -> tuple[int, int]:
     return blocks, left // (seats * ROW * LAYERS) // PAGE * PAGE
 
 
+def model_config(heads: int, longest: int) -> dict[str, Any]:
+    """The configuration of the model, for transformers: dense layers."""
+    config = vllm_bench.model_config(heads, 0, longest)
+    return config | {"num_hidden_layers": LAYERS, "first_k_dense_replace": LAYERS}
+
+
 class Engine(vllm_bench.Engine):
     """vLLM's engine with one of these connectors.
 
@@ -94,19 +101,11 @@ class Engine(vllm_bench.Engine):
 
     def __init__(self, place: str, heads: int, longest: int, folder: Path) -> None:
         from vllm import LLM
-        from vllm.model_executor.models.registry import ModelRegistry
-        from vllm.plugins import load_general_plugins
 
-        from sparsemla.backends.vllm import GENERIC_MODELS
-
-        load_general_plugins()
-        for architecture, name in GENERIC_MODELS.items():
-            ModelRegistry.register_model(architecture, name)
+        vllm_engine.serve_portable_class()
         model = folder / f"model-{heads}"
         model.mkdir(parents=True, exist_ok=True)
-        config = vllm_bench.model_config(heads, 0, longest)
-        config |= {"num_hidden_layers": LAYERS, "first_k_dense_replace": LAYERS}
-        (model / "config.json").write_text(json.dumps(config))
+        (model / "config.json").write_text(json.dumps(model_config(heads, longest)))
         connector = PLACES[place] | {"kv_role": "kv_both"} if PLACES[place] else None
         blocks = None
         if connector is not None:

@@ -251,6 +251,24 @@ def test_modes_that_share_a_gpu_are_all_served_with_their_settings(monkeypatch, 
     assert "distributed_executor_backend" not in arguments
 
 
+@pytest.mark.parametrize("counts", [(3, 3, 3), (3, 3), (3, 3, 2), (3, 3, 0)])
+def test_a_mode_with_missing_answers_fails(counts, monkeypatch, tmp_path):
+    import vllm_engine
+
+    answers = [{"tokens": [0] * count} for count in counts]
+    monkeypatch.setattr(vllm_engine, "_serve", lambda *_: {"answers": answers})
+    monkeypatch.setattr(vllm_engine.os, "environ", dict(vllm_engine.os.environ))
+    mode = replace(vllm_engine.MODES["both"], prompts=3, new_tokens=3)
+    result = tmp_path / "both.json"
+    if counts == (3, 3, 3):
+        vllm_engine.serve(mode, tmp_path, result)
+        assert result.exists()
+        return
+    with pytest.raises(RuntimeError, match=r"3 answers must have 3 tokens each, got \[3, 3"):
+        vllm_engine.serve(mode, tmp_path, result)
+    assert not result.exists()
+
+
 @pytest.mark.parametrize("token", [5, 9])
 def test_shorter_answers_are_compared_with_beginnings(token, capsys, tmp_path):
     from vllm_engine import compare
@@ -433,6 +451,25 @@ class Prompts:
     def step(self):
         self.open -= 1
         self.clock.append(sum(self.clock) + 1)
+
+
+def test_the_models_of_engines_are_those_of_transformers(tmp_path):
+    """One of few layers, that of a GPU of eight, and one of dense layers."""
+    import transformers
+
+    import vllm_bench
+    import vllm_places
+
+    made = {
+        (3, 8, 4096): vllm_bench.model_config(16, 8, 4096),
+        (61, 32, 16160): vllm_bench.model_config(16, 8, 4096, rank=True),
+        (5, 8, 4096): vllm_places.model_config(16, 4096),
+    }
+    for sizes, config in made.items():
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        read = transformers.AutoConfig.from_pretrained(tmp_path)
+        assert (read.num_hidden_layers, read.n_routed_experts, read.vocab_size) == sizes
+        assert read.first_k_dense_replace == {3: 1, 61: 3, 5: 5}[sizes[0]]
 
 
 def test_the_time_to_the_first_token_leaves_out_the_first_prompt(monkeypatch, tmp_path):
