@@ -314,7 +314,7 @@ class Serving:
             return [PagedCache.allocate(format, n, size, device="meta") for n in page_counts]
         width, caches = format.row_width, []
         for pages in page_counts:
-            data = _empty(pages * page_stride, dtype=format.storage_dtype)
+            data = without_memory(pages * page_stride, dtype=format.storage_dtype)
             data = data.as_strided((pages, size, width), (page_stride, width, 1))
             caches.append(PagedCache(data, format))
         return caches
@@ -486,7 +486,7 @@ def _search(serving: Serving, kernels_of: KernelsOf) -> None:
                 if pages <= serving.columns:
                     _score_keys(serving, cache, pages)
     if serving.shard is not None:
-        selection = _empty(serving.max_tokens, serving.topk)
+        selection = without_memory(serving.max_tokens, serving.topk)
         kernels_of(functools.partial(own_positions, selection, shard=serving.shard))
     if serving.cache_format is None:
         return
@@ -570,12 +570,13 @@ def _bisect(look: Callable[[int], Kernels], sizes: range) -> set[int]:
     return _bisect(look, sizes[: middle + 1]) | _bisect(look, sizes[middle:])
 
 
-def _empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+def without_memory(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A tensor for launches that only compile."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _page_table(serving: Serving, requests: int, pages: int) -> Tensor:
-    return _empty(requests, serving.columns)[:, :pages]
+    return without_memory(requests, serving.columns)[:, :pages]
 
 
 def _flat(cache: PagedCache) -> PagedCache:
@@ -588,19 +589,21 @@ def _flat(cache: PagedCache) -> PagedCache:
 
 def _write_keys(serving: Serving, cache: PagedCache, tokens: int) -> None:
     heads, dim = serving.index_heads, cache.format.head_dim
-    keys_and_weights = _empty(tokens, dim + heads, dtype=torch.bfloat16)  # of one projection
+    keys_and_weights = without_memory(
+        tokens, dim + heads, dtype=torch.bfloat16
+    )  # of one projection
     fused_indexer_rope_quant(
-        _empty(tokens, heads, dim, dtype=torch.bfloat16),
+        without_memory(tokens, heads, dim, dtype=torch.bfloat16),
         keys_and_weights[:, dim:],
         keys_and_weights[:, :dim],
-        _empty(dim, dtype=torch.float32),
-        _empty(dim, dtype=torch.float32),
-        _empty(serving.max_positions, ROPE_DIM, dtype=serving.table_dtype),
+        without_memory(dim, dtype=torch.float32),
+        without_memory(dim, dtype=torch.float32),
+        without_memory(serving.max_positions, ROPE_DIM, dtype=serving.table_dtype),
         cache,
-        positions=_empty(tokens, dtype=torch.int64),
-        slot_mapping=_empty(tokens, dtype=torch.int64),
+        positions=without_memory(tokens, dtype=torch.int64),
+        slot_mapping=without_memory(tokens, dtype=torch.int64),
         interleaved=serving.interleaved,
-        weights_out=_empty(tokens, heads, dtype=torch.float32),
+        weights_out=without_memory(tokens, heads, dtype=torch.float32),
     )
 
 
@@ -613,11 +616,13 @@ def _select_keys(
     max_workspace_bytes: int | None = None,
 ) -> None:
     request = (
-        _empty(tokens, serving.index_heads, cache.format.head_dim, dtype=torch.float8_e4m3fn),
-        _empty(tokens, serving.index_heads, dtype=torch.float32),
+        without_memory(
+            tokens, serving.index_heads, cache.format.head_dim, dtype=torch.float8_e4m3fn
+        ),
+        without_memory(tokens, serving.index_heads, dtype=torch.float32),
         cache,
-        _empty(requests + 1),
-        _empty(requests),
+        without_memory(requests + 1),
+        without_memory(requests),
         _page_table(serving, requests, pages),
     )
     options: dict[str, Any] = {
@@ -629,7 +634,7 @@ def _select_keys(
     if serving.topk_blocks is not None:
         options["block_size"] = serving.block_size
         indexer_topk_blocks(*request, **options, topk_blocks=serving.topk_blocks)
-        indexer_topk_of_blocks(*request, _empty(tokens, serving.topk_blocks), **options)
+        indexer_topk_of_blocks(*request, without_memory(tokens, serving.topk_blocks), **options)
 
 
 def _score_keys(serving: Serving, cache: PagedCache, pages: int) -> None:
@@ -648,9 +653,9 @@ def _score_keys(serving: Serving, cache: PagedCache, pages: int) -> None:
 def _find_slots(serving: Serving, tokens: int) -> None:
     requests = min(tokens, serving.max_requests)
     to_slots(
-        _empty(tokens, serving.topk),
+        without_memory(tokens, serving.topk),
         _page_table(serving, requests, serving.columns),
-        _empty(tokens),
+        without_memory(tokens),
         page_size=serving.page_size,
     )
 
@@ -662,12 +667,12 @@ def _keep_rows(serving: Serving, rows_per_seat: int) -> None:
     table = RowTable.allocate(batch, rows_per_seat, device="meta")
     host = PagedCache.allocate(fmt, 1024, serving.page_size, device="meta")
     fast = PagedCache.allocate(fmt, batch * rows_per_seat, 1, device="meta")
-    for stats in (None, _empty(2, dtype=torch.int64)):
+    for stats in (None, without_memory(2, dtype=torch.int64)):
         found = resolve_rows(
-            _empty(serving.max_decodes, serving.topk),
-            _empty(batch + 1),
-            _empty(batch),
-            _empty(batch),
+            without_memory(serving.max_decodes, serving.topk),
+            without_memory(batch + 1),
+            without_memory(batch),
+            without_memory(batch),
             _page_table(serving, batch, serving.columns),
             table,
             page_size=serving.page_size,
@@ -678,8 +683,10 @@ def _keep_rows(serving: Serving, rows_per_seat: int) -> None:
     fetch_rows(host, fast, found.miss_slots, found.miss_rows, found.miss_counts)
     # Followers of a selection fetch the rows of the step's tokens.
     new = serving.max_decodes, serving.max_query_len
-    fetch_rows(host, fast, _empty(*new), _empty(*new), _empty(serving.max_decodes))
-    forget_seats(table, _empty(batch))
+    fetch_rows(
+        host, fast, without_memory(*new), without_memory(*new), without_memory(serving.max_decodes)
+    )
+    forget_seats(table, without_memory(batch))
 
 
 def _queries(serving: Serving, fmt: CacheFormat, *rows: int) -> tuple[Tensor, Tensor | None]:
@@ -687,13 +694,13 @@ def _queries(serving: Serving, fmt: CacheFormat, *rows: int) -> tuple[Tensor, Te
     rope_dim = fmt.head_dim - fmt.value_dim
     heads = *rows, serving.num_heads
     if serving.query_pitch is None or rope_dim == 0:
-        return _empty(*heads, fmt.head_dim, dtype=torch.bfloat16), None
-    wide = _empty(*heads, serving.query_pitch, dtype=torch.bfloat16)
-    return _empty(*heads, fmt.value_dim, dtype=torch.bfloat16), wide[..., -rope_dim:]
+        return without_memory(*heads, fmt.head_dim, dtype=torch.bfloat16), None
+    wide = without_memory(*heads, serving.query_pitch, dtype=torch.bfloat16)
+    return without_memory(*heads, fmt.value_dim, dtype=torch.bfloat16), wide[..., -rope_dim:]
 
 
 def _sinks(serving: Serving) -> Tensor | None:
-    return _empty(serving.num_heads, dtype=torch.float32) if serving.sinks else None
+    return without_memory(serving.num_heads, dtype=torch.float32) if serving.sinks else None
 
 
 def _decode(serving: Serving, rows: PagedCache, tokens: int) -> None:
@@ -701,10 +708,10 @@ def _decode(serving: Serving, rows: PagedCache, tokens: int) -> None:
     sparse_decode(
         q,
         rows,
-        _empty(tokens, 1, serving.topk),
+        without_memory(tokens, 1, serving.topk),
         q_rope=q_rope,
         softmax_scale=1.0,
-        topk_lengths=_empty(tokens),
+        topk_lengths=without_memory(tokens),
         attn_sink=_sinks(serving),
     )
 
@@ -714,10 +721,10 @@ def _prefill(serving: Serving, rows: PagedCache, tokens: int) -> None:
     sparse_prefill(
         q,
         rows,
-        _empty(tokens, serving.topk),
+        without_memory(tokens, serving.topk),
         q_rope=q_rope,
         softmax_scale=1.0,
-        topk_lengths=_empty(tokens),
+        topk_lengths=without_memory(tokens),
         attn_sink=_sinks(serving),
     )
 
@@ -727,11 +734,11 @@ def _convert(serving: Serving, cache: PagedCache, start: int, requests: int) -> 
     heads, fmt = serving.num_heads, cache.format
     end = start + requests  # one token a request: counts of tokens are no classes of a kernel
     page_table = _page_table(serving, end, serving.columns)[start:]
-    starts, request_ids = _empty(requests), _empty(requests)
-    rows = _empty(16 * requests + start, fmt.head_dim, dtype=torch.bfloat16)
-    gather_dequant(cache, page_table, _empty(end)[start:], starts, out=rows)
+    starts, request_ids = without_memory(requests), without_memory(requests)
+    rows = without_memory(16 * requests + start, fmt.head_dim, dtype=torch.bfloat16)
+    gather_dequant(cache, page_table, without_memory(end)[start:], starts, out=rows)
     slots = to_slots(
-        _empty(end, serving.topk)[start:],
+        without_memory(end, serving.topk)[start:],
         page_table,
         request_ids,
         page_size=cache.page_size,
@@ -747,8 +754,8 @@ def _convert(serving: Serving, cache: PagedCache, start: int, requests: int) -> 
         softmax_scale=1.0,
         attn_sink=_sinks(serving),
         allow_fp8_mma=serving.allow_fp8_mma,
-        out=_empty(end, heads, fmt.value_dim, dtype=torch.bfloat16)[start:],
-        lse=_empty(end, heads, dtype=torch.float32)[start:],
+        out=without_memory(end, heads, fmt.value_dim, dtype=torch.bfloat16)[start:],
+        lse=without_memory(end, heads, dtype=torch.float32)[start:],
     )
 
 
@@ -777,14 +784,14 @@ def _prefill_selected(serving: Serving, context: HostContext, start: int, tokens
     """Prefills over the rows that they select, behind ``start`` requests."""
     requests = min(tokens, serving.max_requests)
     plan = plan_on_device(
-        _empty(requests),
-        _empty(requests),
+        without_memory(requests),
+        without_memory(requests),
         _page_table(serving, start + requests, serving.columns)[start:],
         page_size=serving.page_size,
         num_tokens=tokens,
         max_query_len=tokens,
     )
-    for piece, rows, _ in context.selected(0, _empty(tokens, serving.topk), plan):
+    for piece, rows, _ in context.selected(0, without_memory(tokens, serving.topk), plan):
         _prefill(serving, rows, piece.stop - piece.start)
 
 
@@ -806,7 +813,7 @@ def _prefill_whole(serving: Serving, context: HostContext, start: int, requests:
     if start + requests > serving.max_requests:
         return
     plan = _host_plan(serving, context, start, requests).prefills
-    chosen = _empty(start + plan.num_tokens, serving.topk)[start:]
+    chosen = without_memory(start + plan.num_tokens, serving.topk)[start:]
     for piece, rows, _ in context.selected(0, chosen, plan):
         _prefill(serving, rows, piece.stop - piece.start)
 
@@ -818,7 +825,7 @@ def _prefill_contexts(serving: Serving, context: HostContext, start: int, reques
     plan = _host_plan(serving, context, start, requests)
     prefills, fmt, tokens = plan.prefills, cast(CacheFormat, serving.cache_format), plan.num_tokens
     slots = to_slots(
-        _empty(tokens, serving.topk)[start:],
+        without_memory(tokens, serving.topk)[start:],
         prefills.page_table,
         prefills.request_ids,
         page_size=serving.page_size,
@@ -826,8 +833,8 @@ def _prefill_contexts(serving: Serving, context: HostContext, start: int, reques
         prefill_request_ids=prefills.prefill_request_ids,
     )
     q, q_rope = _queries(serving, fmt, tokens)
-    out = _empty(tokens, serving.num_heads, fmt.value_dim, dtype=torch.bfloat16)
-    lse = _empty(tokens, serving.num_heads, dtype=torch.float32)
+    out = without_memory(tokens, serving.num_heads, fmt.value_dim, dtype=torch.bfloat16)
+    lse = without_memory(tokens, serving.num_heads, dtype=torch.float32)
     context.start(prefills)
     for layer, (number, chunk) in itertools.product(range(2), enumerate(prefills.prefill_chunks)):
         of_chunk = slice(start + chunk.tokens.start, start + chunk.tokens.stop)
@@ -889,24 +896,27 @@ class _Stream(NamedTuple):
 
 def _tokens(size: int) -> dict[str, Any]:
     """Positions and requests of a step's tokens."""
-    return {"positions": _empty(size, dtype=torch.int64), "request_ids": _empty(size)}
+    return {
+        "positions": without_memory(size, dtype=torch.int64),
+        "request_ids": without_memory(size),
+    }
 
 
 def _rope_table(serving: Serving) -> Tensor:
-    return _empty(serving.max_positions, ROPE_DIM, dtype=serving.table_dtype)
+    return without_memory(serving.max_positions, ROPE_DIM, dtype=serving.table_dtype)
 
 
 def _find_window(serving: Serving, tokens: int) -> None:
     visible_slots(
         **_tokens(tokens),
-        page_table=_empty(min(tokens, serving.max_requests), serving.columns_of(1)),
+        page_table=without_memory(min(tokens, serving.max_requests), serving.columns_of(1)),
         width=serving.sliding_window,
         page_size=serving.page_size,
     )
 
 
 def _find_entries(serving: Serving, ratio: int, tokens: int) -> None:
-    page_table = _empty(min(tokens, serving.max_requests), serving.columns_of(ratio))
+    page_table = without_memory(min(tokens, serving.max_requests), serving.columns_of(ratio))
     rows: dict[str, Any] = {
         "page_table": page_table,
         "ratio": ratio,
@@ -921,15 +931,15 @@ def _find_entries(serving: Serving, ratio: int, tokens: int) -> None:
 def _write_rows(serving: Serving, cache: PagedCache, tokens: int) -> None:
     """Raw rows, and the norm and rotation of queries."""
     dim = cache.format.head_dim
-    q = _empty(tokens, serving.num_heads, dim, dtype=torch.bfloat16)
+    q = without_memory(tokens, serving.num_heads, dim, dtype=torch.bfloat16)
     fused_rope_rmsnorm_quant(
         q,
-        _empty(tokens, dim, dtype=torch.bfloat16),
+        without_memory(tokens, dim, dtype=torch.bfloat16),
         _rope_table(serving),
-        _empty(dim, dtype=torch.bfloat16),
+        without_memory(dim, dtype=torch.bfloat16),
         cache,
-        positions=_empty(tokens, dtype=torch.int64),
-        slot_mapping=_empty(tokens, dtype=torch.int64),
+        positions=without_memory(tokens, dtype=torch.int64),
+        slot_mapping=without_memory(tokens, dtype=torch.int64),
         query_norm=True,
         out=torch.empty_like(q),
     )
@@ -941,9 +951,9 @@ def _pool(serving: Serving, cache: PagedCache, pooling: Pooling, tokens: int) ->
     width = pooling.width(dim)
     requests = min(tokens, serving.max_requests)
     pool_windows(
-        _empty(tokens, width, dtype=torch.bfloat16),
-        _empty(tokens, width, dtype=torch.bfloat16),
-        _empty(dim, dtype=torch.bfloat16),
+        without_memory(tokens, width, dtype=torch.bfloat16),
+        without_memory(tokens, width, dtype=torch.bfloat16),
+        without_memory(dim, dtype=torch.bfloat16),
         _rope_table(serving),
         WindowState.allocate(
             pooling,
@@ -954,21 +964,21 @@ def _pool(serving: Serving, cache: PagedCache, pooling: Pooling, tokens: int) ->
         ),
         cache,
         pooling=pooling,
-        gate_bias=_empty(pooling.ratio, width, dtype=torch.float32),
+        gate_bias=without_memory(pooling.ratio, width, dtype=torch.float32),
         **_tokens(tokens),
-        input_row_offsets=_empty(requests + 1),
-        ring_ids=_empty(requests),
-        slot_mapping=_empty(tokens),
+        input_row_offsets=without_memory(requests + 1),
+        ring_ids=without_memory(requests),
+        slot_mapping=without_memory(tokens),
     )
 
 
 def _prepare_queries(serving: Serving, tokens: int) -> None:
     heads = serving.index_heads
     prepare_index_queries(
-        _empty(tokens, heads, INDEX_FP8.head_dim, dtype=torch.bfloat16),
-        _empty(tokens, heads, dtype=torch.bfloat16),
+        without_memory(tokens, heads, INDEX_FP8.head_dim, dtype=torch.bfloat16),
+        without_memory(tokens, heads, dtype=torch.bfloat16),
         _rope_table(serving),
-        positions=_empty(tokens, dtype=torch.int64),
+        positions=without_memory(tokens, dtype=torch.int64),
         interleaved=True,
         rope_first=False,
     )
@@ -984,16 +994,16 @@ def _attend_to_both(
     if extra is not None:
         second = {
             "extra_cache": extra.cache,
-            "extra_topk_indices": _empty(*rows, extra.width),
-            "extra_topk_lengths": _empty(tokens) if extra.has_lengths else None,
+            "extra_topk_indices": without_memory(*rows, extra.width),
+            "extra_topk_lengths": without_memory(tokens) if extra.has_lengths else None,
         }
     attend(
-        _empty(*rows, serving.num_heads, raw.format.head_dim, dtype=torch.bfloat16),
+        without_memory(*rows, serving.num_heads, raw.format.head_dim, dtype=torch.bfloat16),
         raw,
-        _empty(*rows, serving.sliding_window),
+        without_memory(*rows, serving.sliding_window),
         softmax_scale=1.0,
-        topk_lengths=_empty(tokens),
-        attn_sink=_empty(serving.num_heads, dtype=torch.float32),
+        topk_lengths=without_memory(tokens),
+        attn_sink=without_memory(serving.num_heads, dtype=torch.float32),
         **second,
     )
 
@@ -1004,12 +1014,15 @@ def _project(serving: Serving, tokens: int) -> None:
     shape = serving.groups, serving.group_width, serving.num_heads // serving.groups * dim
     blocks = shape[0], -(-shape[1] // 128), -(-shape[2] // 128)
     for weight in (
-        HeadWeight(_empty(*shape, dtype=torch.bfloat16)),
-        HeadWeight(_empty(*shape, dtype=torch.float8_e4m3fn), _empty(*blocks, dtype=torch.float32)),
+        HeadWeight(without_memory(*shape, dtype=torch.bfloat16)),
+        HeadWeight(
+            without_memory(*shape, dtype=torch.float8_e4m3fn),
+            without_memory(*blocks, dtype=torch.float32),
+        ),
     ):
         project_groups(
-            _empty(tokens, serving.num_heads, dim, dtype=torch.bfloat16),
+            without_memory(tokens, serving.num_heads, dim, dtype=torch.bfloat16),
             weight,
             cos_sin_cache=_rope_table(serving),
-            positions=_empty(tokens, dtype=torch.int64),
+            positions=without_memory(tokens, dtype=torch.int64),
         )

@@ -15,7 +15,7 @@ from sparsemla.compat import deep_gemm
 from sparsemla.formats import BF16_512, BF16_576, INDEX_FP8, CacheFormat
 from sparsemla.kernels.common.pools import expand_pools
 from sparsemla.ops import select_topk, sparse_decode, sparse_prefill
-from sparsemla.warmup import EVERY, Sweep
+from sparsemla.warmup import EVERY, Sweep, without_memory
 
 ROW_COUNTS = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 """Rows of a selection: its kernels see classes of them only."""
@@ -177,8 +177,3 @@ class Layers:
                 None,
                 width * self.page_size,
             )
-
-
-def without_memory(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """A tensor for launches that only compile."""
-    return torch.empty(shape, dtype=dtype, device="meta")

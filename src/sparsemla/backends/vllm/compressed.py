@@ -33,7 +33,7 @@ from sparsemla import (
 )
 from sparsemla.backends.vllm.conversions import MULTIPLE, Chosen, Conversion, Part, attend
 from sparsemla.pooling import NO_NORM
-from sparsemla.warmup import EVERY, Sweep
+from sparsemla.warmup import EVERY, Sweep, without_memory
 
 ROPE_DIM = 64
 
@@ -159,34 +159,27 @@ class CompressedLayer:
         return without_memory(*tokens, self.num_heads, FP8_584.head_dim, dtype=torch.bfloat16)
 
     def _write(self, tokens: int) -> None:
-        q, dim = self._q(tokens), FP8_584.head_dim
-        projected = without_memory(tokens, self.q_lora_rank + dim, dtype=torch.bfloat16)
-        fused_rope_rmsnorm_quant(
-            q,
-            projected[:, self.q_lora_rank :],
-            self._table(),
-            without_memory(dim, dtype=torch.bfloat16),
-            self.raw.cache(FP8_584),
-            positions=without_memory(tokens, dtype=torch.int64),
-            slot_mapping=without_memory(tokens, dtype=torch.int64),
-            query_norm=True,
-            out=q,
-        )
+        width = self.q_lora_rank + FP8_584.head_dim
+        projected = without_memory(tokens, width, dtype=torch.bfloat16)
+        self._write_rows(self._q(tokens), projected[:, self.q_lora_rank :])
 
     def _write_context(self, tokens: int) -> None:
         """Raw rows of tokens without queries, projected for all layers of drafts at once."""
         dim = FP8_584.head_dim
         nobody = without_memory(tokens, 1, dim, dtype=torch.bfloat16)
+        self._write_rows(nobody, without_memory(tokens, 2, dim, dtype=torch.bfloat16)[:, 0])
+
+    def _write_rows(self, q: Tensor, kv: Tensor) -> None:
         fused_rope_rmsnorm_quant(
-            nobody,
-            without_memory(tokens, 2, dim, dtype=torch.bfloat16)[:, 0],
+            q,
+            kv,
             self._table(),
-            without_memory(dim, dtype=torch.bfloat16),
+            without_memory(kv.shape[1], dtype=torch.bfloat16),
             self.raw.cache(FP8_584),
-            positions=without_memory(tokens, dtype=torch.int64),
-            slot_mapping=without_memory(tokens, dtype=torch.int64),
+            positions=without_memory(len(kv), dtype=torch.int64),
+            slot_mapping=without_memory(len(kv), dtype=torch.int64),
             query_norm=True,
-            out=nobody,
+            out=q,
         )
 
     def _project(self, tokens: int) -> None:
@@ -443,11 +436,6 @@ class PooledKeys:
             positions=without_memory(tokens, dtype=torch.int64),
             format=INDEX_FP8,
         )
-
-
-def without_memory(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-    """A tensor for launches that only compile."""
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _selection(layer: CompressedLayer | PooledKeys, keys: Pages) -> Serving:

@@ -517,18 +517,7 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
         if isinstance(attn_metadata, dict):
             slots = attn_metadata[self.swa_cache_layer.prefix].slot_mapping
             tokens = slice(len(slots))  # later rows are padding
-            fused_rope_rmsnorm_quant(
-                q[tokens],
-                kv[tokens],
-                self.rotary_emb.cos_sin_cache,
-                self.kv_norm.weight,
-                PagedCache(self.swa_cache_layer.kv_cache, FP8_584),
-                positions=positions[tokens],
-                slot_mapping=slots,
-                eps=self.eps,
-                query_norm=True,
-                out=q[tokens],
-            )
+            self._write(q[tokens], kv[tokens], positions[tokens], slots)
         return q
 
     def write_context(self, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
@@ -539,9 +528,12 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
             positions: integers ``[T]``.
             slots: integers ``[T]``, negative for none.
         """
-        nobody = kv.new_empty(len(kv), 1, self.head_dim)
+        self._write(kv.new_empty(len(kv), 1, self.head_dim), kv, positions, slots)
+
+    def _write(self, q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Normalise and rotate queries ``[T, H, 512]`` in place; write raw rows ``[T, 512]``."""
         fused_rope_rmsnorm_quant(
-            nobody,
+            q,
             kv,
             self.rotary_emb.cos_sin_cache,
             self.kv_norm.weight,
@@ -550,7 +542,7 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
             slot_mapping=slots,
             eps=self.eps,
             query_norm=True,
-            out=nobody,
+            out=q,
         )
 
     def _workspace(self) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsemla import INDEX_FP8, ContextShard
-from sparsemla.backends.vllm.compressed import Pages, without_memory
+from sparsemla.backends.vllm.compressed import Pages
 from sparsemla.backends.vllm.exchange import Run, ShardedRows
 from sparsemla.kernels import exchange
 from sparsemla.kernels.exchange.arguments import (
@@ -23,7 +23,7 @@ from sparsemla.kernels.exchange.arguments import (
     Inboxes,
     inbox_width,
 )
-from sparsemla.warmup import Sweep
+from sparsemla.warmup import Sweep, without_memory
 
 MOST_TOKENS = 2048
 """Of a launch: more than eight for each multiprocessor only take more waves of the same kernels."""
