@@ -411,10 +411,10 @@ def test_modes_that_share_a_gpu_are_served_with_what_lets_them(name, monkeypatch
     def serve(mode, model):
         found["gpus"] = EngineArgs(device_ids=[0])._resolve_device_ids()
         found["refusal"] = ExchangeWorkspace._connect
-        return {}
+        return {"answers": [{"tokens": [5, 6]}]}
 
     monkeypatch.setattr(vllm_engine, "_serve", serve)
-    mode = replace(MODES[name], shares_gpu=True)
+    mode = replace(MODES[name], shares_gpu=True, prompts=1, new_tokens=2)
     vllm_engine.serve(mode, tmp_path, tmp_path / "result.json")
     set_to = {each: vllm_engine.os.environ.get(each) for each in vllm_engine.SHARED_GPU}
     several = mode.gpus > 1
