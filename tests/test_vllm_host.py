@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+from turns import in_turns
 from vllm_here import require_vllm
 
 require_vllm()
@@ -431,7 +432,7 @@ def stats(engine):
 
 
 @ON_CPU
-@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("dtype", in_turns(["auto", "fp8_ds_mla"], 2))
 def test_a_step_has_the_bits_of_rows_on_the_gpu(engines, monkeypatch, dtype):
     """Requests come one after the other, hit prefixes, are preempted, and take seats of others."""
     calls = replay.spy(monkeypatch, {attention: ("sparse_decode", "sparse_prefill")})
@@ -451,7 +452,7 @@ def test_a_step_has_the_bits_of_rows_on_the_gpu(engines, monkeypatch, dtype):
 
 
 @ON_CPU
-@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("dtype", in_turns(["fp8_ds_mla", "auto"], 2))
 def test_drafts_have_the_bits_of_rows_on_the_gpu(engines, dtype):
     """Some are rejected, whose rows the next step writes again."""
     made = engines(dtype, num_blocks=16, drafts=2)
@@ -477,7 +478,7 @@ def in_pieces(context, monkeypatch, num_tokens):
 
 
 @ON_CPU
-@pytest.mark.parametrize("piece", [2, 1000], ids="pieces of {} tokens".format)
+@pytest.mark.parametrize("piece", in_turns([2, 1000], 2), ids="pieces of {} tokens".format)
 def test_prefills_fetch_what_they_select_from_long_contexts(engines, monkeypatch, piece):
     made = engines("fp8_ds_mla", num_blocks=30)
     if piece == 2:
@@ -804,7 +805,7 @@ def test_sleep_mode_is_refused_by_vllm():
 
 
 @ON_CPU
-@pytest.mark.parametrize("dtype", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("dtype", in_turns(["auto", "fp8_ds_mla"], 2))
 def test_rows_on_the_host_reach_no_kernel_that_was_not_warmed_up(
     run_python, engines, monkeypatch, dtype
 ):
