@@ -1125,6 +1125,14 @@ def test_branches_refuse_another_page_size_than_the_plan(op):
     check_refused(op, branch_arguments(cache=cache), "cache", "pages of 8 tokens", error=ValueError)
 
 
+@pytest.mark.parametrize("op", ["decode_branch", "prefill_branch"])
+def test_branches_refuse_plans_of_a_rank(op):
+    case = branch_arguments()
+    shard = sparsemla.ContextShard(0, 2)
+    case |= {"plan": dataclasses.replace(case["plan"], shard=shard)}
+    check_refused(op, case, "plan", "no shard, got ContextShard", error=ValueError)
+
+
 def test_branches_refuse_extra_caches_of_other_dims():
     for fmt in (BF16_512, bf16_format(576)):
         case = decode_branch_arguments() | {"extra_cache": PagedCache.allocate(fmt, 4, 64)}

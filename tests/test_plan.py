@@ -8,6 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from sparsemla import (
+    FP8_DS_MLA,
+    ContextShard,
+    PagedCache,
+    gather_dequant,
+    merge_states,
+    own_positions,
+    sparse_prefill,
+    to_slots,
+)
 from sparsemla.plan import (
     Plan,
     PlanBuffers,
@@ -544,6 +554,21 @@ ERROR_CASES = {
         ValueError,
         "got 8 rows and length 9 for prefill request 0",
     ),
+    "shard-kind": (
+        {"shard": 2},
+        TypeError,
+        "shard must be a ContextShard, got int",
+    ),
+    "length-beyond-the-pages-of-ranks": (
+        {"seq_lens": [32, 33], "shard": ContextShard(1, 2)},
+        ValueError,
+        "seq_lens must be at most 32, 2 pages of 8 tokens on each of 2 ranks, got 33 for request 1",
+    ),
+    "prefill-beyond-the-workspaces-of-ranks": (
+        {"query_lens": [1, 5], "workspace_rows": 4, "shard": ContextShard(1, 2)},
+        ValueError,
+        "got 4 rows and length 5 for prefill request 0",
+    ),
     "buffers-requests": (
         {"buffers": PlanBuffers(1, 8, 8, "cpu")},
         ValueError,
@@ -1034,3 +1059,184 @@ def test_offsets_and_cache_lengths_give_the_same_plan(batch, dtype, by_offsets, 
             value, right = getattr(made, field.name), getattr(expected, field.name)
             same = torch.equal(value, right) if torch.is_tensor(right) else value == right
             assert same, field.name
+
+
+SHARED_BATCHES = {
+    "decodes": ([1, 1, 1, 1], [9, 3, 40, 1]),
+    "drafts": ([3, 3, 0], [40, 3, 7]),
+    "mixed": ([1, 1, 5, 33, 2], [41, 1, 21, 33, 19]),
+    "prefills shorter than a page": ([2, 1, 7], [5, 1, 7]),
+    "empty": ([], []),
+}
+by_shared_batch = pytest.mark.parametrize(
+    "batch", SHARED_BATCHES.values(), ids=SHARED_BATCHES.keys()
+)
+by_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 4])
+by_interleave = pytest.mark.parametrize("interleave", [1, 3, PAGE_SIZE])
+
+
+def plan_of_rank(query_lens, seq_lens, shard, **options):
+    """The plan of a rank with a page table of its own, as wide as that of every rank."""
+    longest = shard.longest(max(seq_lens, default=0))
+    table = shuffled_pages(len(seq_lens), -(-longest // PAGE_SIZE), seed=shard.rank)
+    options = {"workspace_rows": 40, "decode_threshold": 3} | options
+    return plan_batch(query_lens, seq_lens, table, page_size=PAGE_SIZE, shard=shard, **options)
+
+
+@by_shared_batch
+@by_ranks
+@by_interleave
+@pytest.mark.parametrize("persistent", [False, True])
+def test_plans_of_ranks_add_up_to_that_of_one(batch, num_ranks, interleave, persistent):
+    """Each token has a slot on one rank, and all ranks have the same chunks."""
+    buffers = PlanBuffers(6, 60, 8, "cpu") if persistent else None
+    whole = plan_of(*batch, workspace_rows=40, decode_threshold=3)
+    kept, rows, chunks = torch.zeros_like(whole.positions), 0, []
+    of_whole = {field.name for field in dataclasses.fields(Plan)} - {
+        "page_table", "slot_mapping", "workspace_starts", "prefill_chunks", "shard",
+    }  # fmt: skip
+    for rank in range(num_ranks):
+        shard = ContextShard(rank, num_ranks, interleave)
+        plan = plan_of_rank(*batch, shard, buffers=buffers)
+        assert plan.shard is plan.decodes.shard is plan.prefills.shard is shard
+        for name in of_whole:
+            value, expected = getattr(plan, name), getattr(whole, name)
+            same = torch.equal(value, expected) if torch.is_tensor(value) else value == expected
+            assert same, name
+        local = shard.to_local(plan.positions).tolist()
+        real = int(plan.input_row_offsets[-1])
+        for token, (row, request) in enumerate(zip(local, plan.request_ids.tolist(), strict=True)):
+            if row < 0 or token >= real:
+                assert plan.slot_mapping[token] == -1
+            else:
+                page = int(plan.page_table[request, row // PAGE_SIZE])
+                assert plan.slot_mapping[token] == page * PAGE_SIZE + row % PAGE_SIZE
+        kept += plan.slot_mapping >= 0
+        chunks.append([
+            (c.requests, c.tokens, c.num_workspace_rows, c.workspace_starts.tolist())
+            for c in plan.prefill_chunks
+        ])  # fmt: skip
+        if persistent and plan.prefill_chunks:
+            first = plan.prefill_chunks[0].seq_lens
+            assert first.data_ptr() == buffers.prefill_rows.data_ptr()
+        for chunk in plan.prefill_chunks:
+            lens = chunk.seq_lens.tolist()
+            assert lens == shard.lengths(whole.seq_lens[chunk.requests]).tolist()
+            ends = [*chunk.workspace_starts.tolist()[1:], chunk.num_workspace_rows]
+            starts = chunk.workspace_starts.tolist()
+            assert all(s + n <= e for s, n, e in zip(starts, lens, ends, strict=True))
+            assert chunk.num_workspace_rows <= 40
+            rows += sum(lens)
+    assert torch.equal(kept, (whole.slot_mapping >= 0).long())
+    assert all(each == chunks[0] for each in chunks)
+    assert rows == int(whole.seq_lens[whole.num_decodes :].sum())
+
+
+@pytest.mark.parametrize("batch", ["mixed", "prefills shorter than a page"])
+@by_ranks
+@by_interleave
+def test_ranks_attend_to_what_one_rank_does(batch, num_ranks, interleave):
+    """Caches written by plans, workspaces of their chunks, and attention to both."""
+    query_lens, seq_lens = SHARED_BATCHES[batch]
+    torch.manual_seed(0)
+    rows, topk = torch.randn(sum(seq_lens), 576), 8
+    q = torch.randn(sum(query_lens), 4, 576).bfloat16()
+    whole = plan_of(query_lens, seq_lens, workspace_rows=40)
+    keys = torch.rand(whole.num_tokens, max(seq_lens))
+    unseen = torch.arange(max(seq_lens)) > whole.positions[:, None]
+    best = keys.masked_fill(unseen, -1).topk(min(topk, max(seq_lens)))
+    chosen = best.indices.masked_fill(best.values < 0, 2**31 - 1).sort(1).values.int()
+    chosen[chosen == 2**31 - 1] = -1
+
+    def attend(shard):
+        """Rows of each chunk by position, and attention to the rank's part of the selection."""
+        new = plan_of_rank(seq_lens, seq_lens, shard, workspace_rows=None, decode_threshold=0)
+        cache = PagedCache.allocate(FP8_DS_MLA, max(new.page_table.numel(), 1), PAGE_SIZE)
+        cache.data.view(torch.uint8).fill_(0xFF)
+        own = new.slot_mapping >= 0
+        cache.write(new.slot_mapping[own], rows[own])
+        plan = plan_of_rank(query_lens, seq_lens, shard, decode_threshold=1)
+        assert torch.equal(plan.page_table, new.page_table)
+        contexts = {}
+        for chunk in plan.prefill_chunks:
+            workspace = torch.full((chunk.num_workspace_rows, 576), torch.nan).bfloat16()
+            gather_dequant(
+                cache, chunk.page_table, chunk.seq_lens, chunk.workspace_starts, out=workspace
+            )
+            places = zip(chunk.workspace_starts.tolist(), chunk.seq_lens.tolist(), strict=True)
+            for request, (start, count) in enumerate(places, chunk.requests.start):
+                positions = shard.positions(torch.arange(count)).tolist()
+                for position, row in zip(positions, workspace[start : start + count], strict=True):
+                    contexts[request, position] = row
+        listed, counts = own_positions(chosen, shard=shard)
+        slots = to_slots(listed[:, 0], plan.page_table, plan.request_ids, page_size=PAGE_SIZE)
+        state = sparse_prefill(q, cache, slots, softmax_scale=0.1, topk_lengths=counts[:, 0])
+        return contexts, state
+
+    expected, (out, lse) = attend(ContextShard(0, 1))
+    shards = [ContextShard(rank, num_ranks, interleave) for rank in range(num_ranks)]
+    parts = [attend(shard) for shard in shards]
+    contexts = {place: row for part, _ in parts for place, row in part.items()}
+    assert contexts.keys() == expected.keys()
+    assert sum(len(part) for part, _ in parts) == len(expected)  # no row on two ranks
+    assert all(torch.equal(row, expected[place]) for place, row in contexts.items())
+    outs, lses = (torch.stack(states) for states in zip(*(s for _, s in parts), strict=True))
+    merged, merged_lse = merge_states(outs, lses)
+    # Each part is rounded to bfloat16 before the merge, and the merge once more.
+    torch.testing.assert_close(merged, out, rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(merged_lse, lse)
+
+
+def test_a_rank_may_keep_nothing():
+    """Contexts of two tokens on the last of four ranks that keep pages in turn."""
+    shard = ContextShard(3, 4, PAGE_SIZE)
+    plan = plan_of_rank([1, 2], [2, 2], shard, decode_threshold=1)
+    assert plan.slot_mapping.tolist() == [-1, -1, -1]
+    assert plan.seq_lens.tolist() == [2, 2]
+    (chunk,) = plan.prefill_chunks
+    assert chunk.seq_lens.tolist() == [0]
+    assert chunk.num_workspace_rows == 2  # as on the first rank
+
+
+def test_a_rank_without_pages_plans_empty_contexts():
+    table = torch.zeros(2, 0, dtype=torch.int32)
+    shard = ContextShard(1, 2)
+    with pytest.raises(ValueError, match="seq_lens must be at most 0, 0 pages of 8 tokens on each"):
+        plan_batch([1, 1], [1, 1], table, page_size=8, workspace_rows=None, shard=shard)
+    plan = plan_batch([0, 0], [1, 1], table, page_size=8, workspace_rows=None, shard=shard)
+    assert plan.num_tokens == 0
+
+
+@by_device_batch
+@pytest.mark.parametrize("rank", range(3))
+def test_plan_on_device_of_a_rank(batch, rank):
+    """The plan of `plan_batch`, where bounds do not matter."""
+    query_lens, seq_lens, bounds = batch
+    shard, options = ContextShard(rank, 3, 2), {"page_size": PAGE_SIZE}
+    *lens, table = lengths_and_table(query_lens, seq_lens)
+    plan = plan_on_device(*lens, table, shard=shard, validate=True, **options, **bounds)
+    host = {"workspace_rows": None, "require_uniform": False, "decode_threshold": 3}
+    expected = plan_batch(*lens, table, shard=shard, **options, **host)
+    real = int(expected.input_row_offsets[-1])
+    assert torch.equal(plan.slot_mapping[:real], expected.slot_mapping[:real])
+    assert (plan.slot_mapping[real:] == -1).all()
+    assert torch.equal(plan.positions[:real], expected.positions[:real])
+    assert torch.equal(plan.seq_lens, expected.seq_lens)
+    assert plan.max_seq_len == 2 * PAGE_SIZE * 3
+    assert plan.shard is shard
+
+
+def test_plan_on_device_checks_the_pages_of_ranks():
+    lens = torch.tensor([1]), torch.tensor([33]), torch.zeros(1, 2, dtype=torch.int32)
+    options = {"page_size": PAGE_SIZE, "num_tokens": 1, "max_query_len": 1}
+    with pytest.raises(TypeError, match="shard must be a ContextShard, got int"):
+        plan_on_device(*lens, shard=2, **options)
+    options |= {"shard": ContextShard(1, 2), "max_seq_len": 33, "validate": True}
+    with pytest.raises(ValueError, match="at most 32, 2 pages of 8 tokens on each of 2 ranks"):
+        plan_on_device(*lens, **options)
+
+
+def test_entries_are_not_shared_by_ranks():
+    plan = plan_of_rank([9], [9], ContextShard(1, 2))
+    with pytest.raises(ValueError, match=r"shard of the plan must be None for entries, got Cont"):
+        plan.entries(plan.page_table, ratio=4, page_size=2)

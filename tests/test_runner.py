@@ -11,6 +11,7 @@ import torch
 from sparsemla import (
     FP8_DS_MLA,
     INDEX_FP8,
+    ContextShard,
     DecodeRunner,
     PagedCache,
     append_index_keys,
@@ -49,10 +50,11 @@ class Recorder:
         return tokens.flatten(1).sum(1) + plan.seq_lens
 
 
-def recording_runner(query_len=1):
+def recording_runner(query_len=1, **options):
     step = Recorder()
     tokens = torch.empty(1, query_len, dtype=torch.int64)
-    return step, DecodeRunner(step, {"tokens": tokens}, **SETTINGS, query_len=query_len)
+    options |= {"query_len": query_len}
+    return step, DecodeRunner(step, {"tokens": tokens}, **SETTINGS, **options)
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 2), (3, 4), (4, 4)])
@@ -105,6 +107,25 @@ def test_several_query_tokens_a_request():
     assert plan.positions.tolist() == [5, 6, 7, 0, 1, 2, 9, 10, 11, 0, 0, 0]
     assert plan.slot_mapping.tolist() == [10, 11, 12, 5, 6, 7, 14, 15, 16, -1, -1, -1]
     assert plan.request_ids.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [0] * 3
+
+
+def test_a_rank_has_slots_for_the_tokens_that_it_keeps():
+    """Ranks keep two positions in turn; lengths are of whole contexts, up to those of all ranks."""
+    pages, tokens = table_of([[1, 2, 3], [4, 5, 6]]), torch.ones(2, 3).long()
+    slots = []
+    for rank in range(2):
+        shard = ContextShard(rank, 2, 2)
+        step, runner = recording_runner(query_len=3, shard=shard)
+        for plan, _ in step.calls:
+            # 20 rows on each rank
+            assert (plan.max_seq_len, plan.shard) == (40, shard)
+        assert runner.run([29, 5], pages, tokens=tokens).tolist() == [32, 8]
+        plan, _ = step.calls[-1]
+        assert plan.positions.tolist() == [26, 27, 28, 2, 3, 4]
+        slots.append(plan.slot_mapping.tolist())
+        with pytest.raises(ValueError, match="at most 29, 3 pages of 5 tokens on each of 2 ranks"):
+            runner.run([30, 5], pages, tokens=tokens)
+    assert slots == [[-1, -1, 19, -1, -1, 22], [17, 18, -1, 20, 21, -1]]
 
 
 def test_constructor_calls_the_step_with_padding_and_upper_bounds():
@@ -243,6 +264,7 @@ BUILD_ERRORS = {
     "size": ({"batch_sizes": (4, -1)}, ValueError, "batch_sizes must be at least 1, got -1"),
     "pages": ({"max_pages_per_request": 0}, ValueError, "max_pages_per_request must be at least 1"),
     "page-size": ({"page_size": 0}, ValueError, "page_size must be at least 1, got 0"),
+    "shard": ({"shard": 2}, TypeError, "shard must be a ContextShard, got int"),
     "query-len": ({"query_len": 0}, ValueError, "query_len must be at least 1, got 0"),
     "no-inputs": ({"inputs": {}}, ValueError, "inputs must be on one device, got no inputs"),
     "devices": (

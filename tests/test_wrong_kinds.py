@@ -115,6 +115,7 @@ def plan_arguments():
         "decode_threshold": 1,
         "require_uniform": True,
         "num_padded_tokens": None,
+        "shard": ContextShard(1, 2),
         "buffers": None,
     }
 
@@ -392,6 +393,7 @@ VALID = {
         "max_seq_len": 10,
         "num_decodes": 1,
         "decode_query_len": 1,
+        "shard": ContextShard(1, 2),
         "validate": False,
         "buffers": None,
     },

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sparsemla.cache import slots_of, to_int32
 from sparsemla.checks import INTEGERS, Checker
+from sparsemla.shards import ContextShard
 from sparsemla.validation import check_device, check_integer, check_integers, check_kind
 
 HostInts: TypeAlias = Sequence[int] | np.ndarray | Tensor
@@ -36,7 +37,8 @@ class PrefillChunk:
         requests: indices of the chunk's n requests in the batch.
         tokens: indices of the chunk's query tokens in the batch.
         num_workspace_rows: workspace rows taken by the chunk's contexts, query tokens included.
-        seq_lens: ``[n]`` int32, a view of :attr:`Plan.seq_lens`.
+        seq_lens: ``[n]`` int32, a view of :attr:`Plan.seq_lens`; with a shard, how much of each the
+            rank keeps.
         page_table: ``[n, W]`` int32, a view of :attr:`Plan.page_table`.
         workspace_starts: ``[n]`` int32, a view of :attr:`Plan.workspace_starts`.
 
@@ -68,7 +70,7 @@ class Plan:
 
     :func:`plan_batch` and :func:`plan_on_device` make plans. Token ``i`` of request ``b`` is row
     ``input_row_offsets[b] + i`` of every tensor ``[T]``. Rows from ``input_row_offsets[B]`` on are
-    padding. Lengths and positions count tokens.
+    padding. Lengths and positions count tokens, those of other ranks included.
 
     Attributes:
         num_requests: B, including padding requests.
@@ -98,6 +100,8 @@ class Plan:
         max_prefill_seq_len: longest sequence of a prefill, context plus query.
         max_prefill_context_len: longest context of a prefill before this step.
         ratio: tokens of a cache row; above 1 in plans that :meth:`entries` makes.
+        shard: the rank's share of every context; the page table, the slots and the prefill chunks
+            are those of the rows that the rank keeps.
 
     :attr:`decodes` and :attr:`prefills` split the plan of a mixed batch for the two branches:
 
@@ -134,6 +138,7 @@ class Plan:
     max_prefill_seq_len: int = 0
     max_prefill_context_len: int = 0
     ratio: int = 1
+    shard: ContextShard | None = None
 
     def __repr__(self) -> str:
         """Sizes; no values, for which a GPU would be waited for."""
@@ -264,7 +269,8 @@ class Plan:
         Raises:
             TypeError: an argument of the wrong kind or dtype.
             ValueError: a page table of another shape or device, or without room for the entries of
-                the longest sequence; buffers that are too small.
+                the longest sequence; buffers that are too small; a plan with a shard, as ranks do
+                not share entries.
 
         >>> tokens, pages = torch.tensor([[5, 2, 7]]), torch.tensor([[3]])
         >>> plan = plan_batch([9], [9], tokens.int(), page_size=4, workspace_rows=None)
@@ -273,6 +279,8 @@ class Plan:
         """
         if buffers is not None:
             check_kind("buffers", buffers, PlanBuffers)
+        if self.shard is not None:
+            raise ValueError(f"shard of the plan must be None for entries, got {self.shard}")
         page_table = _checked_table(page_table, self.num_requests, page_size)
         check_integer("ratio", ratio, 1)
         if page_table.device != self.positions.device:
@@ -362,6 +370,7 @@ class PlanBuffers:
         self.request_ids = zeros(max_tokens)
         self.prefill_request_ids = zeros(max_tokens).fill_(-1)
         self.workspace_starts = zeros(max_requests)
+        self.prefill_rows = zeros(max_requests)
 
     def check_fits(self, num_tokens: int, page_table: Tensor) -> None:
         """Check that these buffers can hold a batch.
@@ -460,7 +469,13 @@ def _host_lengths(
     return queries, lens if cache_lengths is None else lens + queries
 
 
-def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page_size: int) -> None:
+def _check_batch(
+    queries: np.ndarray,
+    lens: np.ndarray,
+    page_table: Tensor,
+    page_size: int,
+    shard: ContextShard | None,
+) -> None:
     """Check the lengths against each other and against the page table."""
     too_short = lens < queries
     if too_short.any():
@@ -469,14 +484,49 @@ def _check_batch(queries: np.ndarray, lens: np.ndarray, page_table: Tensor, page
             f"seq_lens must include the query tokens, got length {lens[request]} "
             f"and {queries[request]} query tokens for request {request}"
         )
-    capacity = page_table.shape[1] * page_size
-    too_long = (queries > 0) & (lens > capacity)
-    if too_long.any():
-        request = int(too_long.argmax())
+    check_longest(np.where(queries > 0, lens, 0), page_table.shape[1], page_size, shard)
+
+
+def longest_context(num_pages: int, page_size: int, shard: ContextShard | None) -> int:
+    """Tokens of the longest context with these pages, on each rank of a shard's group."""
+    num_rows = num_pages * int(page_size)
+    return num_rows if shard is None else shard.longest_context(num_rows)
+
+
+def check_longest(
+    lens: np.ndarray, num_pages: int, page_size: int, shard: ContextShard | None
+) -> None:
+    """Check that the longest of ``lens`` has as many pages as it needs, on every rank."""
+    limit = longest_context(num_pages, page_size, shard)
+    if lens.max(initial=0) > limit:
+        request = int((lens > limit).argmax())
+        ranks = "" if shard is None else f" on each of {shard.num_ranks} ranks"
         raise ValueError(
-            f"seq_lens must be at most {capacity}, {page_table.shape[1]} pages of {page_size} "
-            f"tokens, got {lens[request]} for request {request}"
+            f"seq_lens must be at most {limit}, {num_pages} pages of {page_size} tokens{ranks}, "
+            f"got {lens[request]} for request {request}"
         )
+
+
+def _check_shard(shard: ContextShard | None) -> None:
+    if shard is not None:
+        check_kind("shard", shard, ContextShard)
+
+
+def _own_slots(
+    page_table: Tensor,
+    request_ids: Tensor,
+    positions: Tensor,
+    page_size: int,
+    shard: ContextShard | None,
+) -> Tensor:
+    """Slots of positions of whole contexts; -1 for those that other ranks keep."""
+    rows = positions if shard is None else shard.to_local(positions)
+    return slots_of(page_table, request_ids, rows, page_size)
+
+
+def _rows_of(lens: np.ndarray, shard: ContextShard) -> np.ndarray:
+    """How many positions of contexts a rank keeps."""
+    return shard.lengths(torch.from_numpy(lens)).numpy()
 
 
 def _buffers_for(
@@ -624,6 +674,7 @@ def plan_batch(
     decode_threshold: int = 1,
     require_uniform: bool = True,
     num_padded_tokens: int | None = None,
+    shard: ContextShard | None = None,
     buffers: PlanBuffers | None = None,
 ) -> Plan:
     """Plan one batch from lengths on the host.
@@ -631,6 +682,11 @@ def plan_batch(
     Token ``i`` of request ``b`` has the position ``p = seq_lens[b] - query_lens[b] + i`` and the
     slot ``page_table[b, p // page_size] * page_size + p % page_size``. Within a prefill chunk the
     contexts are packed into the workspace from row 0.
+
+    With a ``shard``, lengths are of whole contexts and equal on all ranks. The page table has the
+    pages of the rows that this rank keeps, and room for :meth:`ContextShard.longest` of a context,
+    which also takes as many workspace rows: all ranks have the same chunks. The slot of a token
+    that another rank keeps is -1.
 
     A request of query length 0 is padding; its sequence length is ignored. With
     ``require_uniform``, padding must come after all other decodes, and in a batch without prefills
@@ -649,11 +705,12 @@ def plan_batch(
             :func:`split_decodes_and_prefills`.
         require_uniform: whether all decodes must have the same query length.
         num_padded_tokens: T, if the batch's tensors have more rows than tokens.
+        shard: this rank's share of every context, for ranks that share contexts.
         buffers: static tensors to write the plan into; new tensors if None.
 
     Raises:
-        TypeError: lengths that are not integers, a page table that is not a tensor of integers, or
-            a page size that is not an integer.
+        TypeError: lengths that are not integers, a page table that is not a tensor of integers, a
+            page size that is not an integer, or a shard that is not a ContextShard.
         ValueError: shapes that disagree; a length that is negative, shorter than its query or
             beyond the page table; offsets that do not ascend from 0; two arguments for one length,
             or none; a prefill longer than the workspace; padding before another decode;
@@ -687,12 +744,28 @@ def plan_batch(
     ... )
     >>> plan.seq_lens
     tensor([ 9, 10, 15, 20,  5], dtype=torch.int32)
+
+    A rank of two that keep four tokens in turn; a page is enough for each context:
+
+    >>> plan = plan_batch(
+    ...     [1, 6],
+    ...     [8, 6],
+    ...     torch.tensor([[3], [5]], dtype=torch.int32),
+    ...     page_size=4,
+    ...     workspace_rows=30,
+    ...     shard=ContextShard(rank=1, num_ranks=2, interleave=4),
+    ... )
+    >>> plan.positions, plan.slot_mapping
+    (tensor([7, 0, 1, 2, 3, 4, 5]), tensor([15, -1, -1, -1, -1, 20, 21]))
+    >>> plan.seq_lens, plan.prefill_chunks[0].seq_lens
+    (tensor([8, 6], dtype=torch.int32), tensor([2], dtype=torch.int32))
     """
+    _check_shard(shard)
     _check_either(query_lens=query_lens, input_row_offsets=input_row_offsets)
     _check_either(seq_lens=seq_lens, cache_lengths=cache_lengths)
     queries, lens = _host_lengths(query_lens, seq_lens, input_row_offsets, cache_lengths)
     page_table = _checked_table(page_table, queries.size, page_size)
-    _check_batch(queries, lens, page_table, page_size)
+    _check_batch(queries, lens, page_table, page_size, shard)
     if num_padded_tokens is not None:
         check_integer("num_padded_tokens", num_padded_tokens)
     if buffers is not None:
@@ -727,9 +800,11 @@ def plan_batch(
     if num_prefills == 0:
         num_decode_tokens = num_tokens
     prefill_lens = lens[num_decodes:]
+    # Rank 0 keeps the most: workspaces of this size give all ranks the same chunks.
+    most_rows = prefill_lens if shard is None else _rows_of(prefill_lens, replace(shard, rank=0))
     chunk_bounds = []
     if workspace_rows is not None:
-        chunk_bounds = split_prefill_chunks(prefill_lens, workspace_rows)
+        chunk_bounds = split_prefill_chunks(most_rows, workspace_rows)
 
     # All checks precede the first write: an invalid batch leaves the buffers unchanged.
     target, page_table = _buffers_for(page_table, num_tokens, buffers)
@@ -743,7 +818,7 @@ def plan_batch(
     _send(lens, target.seq_lens, padding=0)
     request_ids = _send(token_requests, target.request_ids, padding=0)
     positions = _send(token_positions, target.positions, padding=0)
-    slots = slots_of(page_table, request_ids, positions, page_size)
+    slots = _own_slots(page_table, request_ids, positions, page_size, shard)
     target.slot_mapping[:num_real_tokens].copy_(slots)
     target.slot_mapping[num_real_tokens:].fill_(-1)
 
@@ -751,6 +826,7 @@ def plan_batch(
         target,
         page_table,
         page_size,
+        shard,
         num_tokens=num_tokens,
         num_decodes=num_decodes,
         num_decode_tokens=num_decode_tokens,
@@ -765,13 +841,17 @@ def plan_batch(
         return plan
     token_prefills = np.maximum(token_requests - num_decodes, -1)
     _send(token_prefills, target.prefill_request_ids, padding=-1)
-    return _with_chunks(plan, target, chunk_bounds, prefill_lens, offsets)
+    own_rows = plan.seq_lens[num_decodes:]
+    if shard is not None:
+        own_rows = _send(_rows_of(prefill_lens, shard), target.prefill_rows, padding=0)
+    return _with_chunks(plan, target, chunk_bounds, most_rows, own_rows, offsets)
 
 
 def _plan_in(
     buffers: PlanBuffers,
     page_table: Tensor,
     page_size: int,
+    shard: ContextShard | None,
     *,
     num_tokens: int,
     num_decodes: int,
@@ -797,6 +877,7 @@ def _plan_in(
         prefill_request_ids=None,
         workspace_starts=None,
         prefill_chunks=(),
+        shard=shard,
         **lengths,
     )
 
@@ -805,12 +886,13 @@ def _with_chunks(
     plan: Plan,
     buffers: PlanBuffers,
     chunk_bounds: list[tuple[int, int]],
-    prefill_lens: np.ndarray,
+    most_rows: np.ndarray,
+    own_rows: Tensor,
     offsets: np.ndarray,
 ) -> Plan:
     """The plan with its prefills grouped into chunks."""
-    ends = prefill_lens.cumsum()
-    starts = ends - prefill_lens
+    ends = most_rows.cumsum()
+    starts = ends - most_rows
     chunk_starts = [starts[start] for start, _ in chunk_bounds]
     chunk_sizes = [stop - start for start, stop in chunk_bounds]
     local_starts = starts - np.repeat(chunk_starts, chunk_sizes)
@@ -824,7 +906,7 @@ def _with_chunks(
                 requests=requests,
                 tokens=slice(int(offsets[requests.start]), int(offsets[requests.stop])),
                 num_workspace_rows=int(ends[stop - 1] - starts[start]),
-                seq_lens=plan.seq_lens[requests],
+                seq_lens=own_rows[start:stop],
                 page_table=plan.page_table[requests],
                 workspace_starts=workspace_starts[start:stop],
             )
@@ -850,6 +932,7 @@ def plan_on_device(
     max_seq_len: int | None = None,
     num_decodes: int | None = None,
     decode_query_len: int = 1,
+    shard: ContextShard | None = None,
     validate: bool = False,
     buffers: PlanBuffers | None = None,
 ) -> Plan:
@@ -873,10 +956,11 @@ def plan_on_device(
         num_tokens: T, rows of the batch's tensors, at least the sum of query_lens; the rest is
             padding.
         max_query_len: upper bound of query_lens.
-        max_seq_len: upper bound of seq_lens; default ``W * page_size``.
+        max_seq_len: upper bound of seq_lens; default all that the page table has room for.
         num_decodes: number of decode requests; by default all requests decode, with up to
             ``max_query_len`` query tokens.
         decode_query_len: query tokens of every decode; read only if num_decodes is given.
+        shard: this rank's share of every context, as for :func:`plan_batch`.
         validate: read the lengths back and check them against these bounds.
         buffers: static tensors to write the plan into; new tensors if None.
 
@@ -895,6 +979,7 @@ def plan_on_device(
     (tensor([ 8,  2, 11]), tensor([ 8, 18, 43]), 16)
     """
     check = Checker("plan_on_device")
+    _check_shard(shard)
     if buffers is not None:
         check_kind("buffers", buffers, PlanBuffers)
     _check_either(query_lens=query_lens, input_row_offsets=input_row_offsets)
@@ -912,8 +997,8 @@ def plan_on_device(
         lens = check.tensor("seq_lens", seq_lens, "B", INTEGERS).long()
     else:
         lens = check.tensor("cache_lengths", cache_lengths, "B", INTEGERS).long() + queries
-    capacity = page_table.shape[1] * int(page_size)
-    max_seq_len = capacity if max_seq_len is None else max_seq_len
+    if max_seq_len is None:
+        max_seq_len = longest_context(page_table.shape[1], page_size, shard)
     bounds = {
         "num_tokens": num_tokens,
         "max_query_len": max_query_len,
@@ -943,7 +1028,7 @@ def plan_on_device(
             for tensor in (query_lens, seq_lens, input_row_offsets, cache_lengths)
         )
         host_queries, host_lens = _host_lengths(*read)
-        _check_batch(host_queries, host_lens, page_table, page_size)
+        _check_batch(host_queries, host_lens, page_table, page_size, shard)
         _check_bounds(host_queries, np.where(host_queries > 0, host_lens, 0), bounds, num_prefills)
 
     target, page_table = _buffers_for(page_table, num_tokens, buffers)
@@ -959,7 +1044,8 @@ def plan_on_device(
     if num_requests:
         firsts = lens - queries - offsets[:-1]
         positions = (tokens + firsts[request_ids]).where(real, 0)
-        slots = slots_of(page_table, request_ids, positions, int(page_size)).where(real, -1)
+        slots = _own_slots(page_table, request_ids, positions, int(page_size), shard)
+        slots = slots.where(real, -1)
     _write(offsets, target.input_row_offsets, padding=offsets[-1])
     _write(lens, target.seq_lens, padding=0)
     _write(positions, target.positions, padding=0)
@@ -970,6 +1056,7 @@ def plan_on_device(
         target,
         page_table,
         page_size,
+        shard,
         num_tokens=num_tokens,
         num_decodes=num_decodes,
         num_decode_tokens=num_decode_tokens,

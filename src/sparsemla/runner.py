@@ -10,7 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsemla.plan import HostInts, Plan, PlanBuffers, host_ints, int32_pages, plan_batch
+from sparsemla.plan import (
+    HostInts,
+    Plan,
+    PlanBuffers,
+    check_longest,
+    host_ints,
+    int32_pages,
+    longest_context,
+    plan_batch,
+)
+from sparsemla.shards import ContextShard
 from sparsemla.validation import check_integer, check_integers, check_kind
 
 Outputs = TypeVar("Outputs", bound=Tensor | tuple[Tensor, ...])
@@ -41,9 +51,10 @@ class DecodeRunner(Generic[Outputs]):
             a row holds all query tokens of a request.
         batch_sizes: sizes to capture; the largest limits the batches that can run.
         max_pages_per_request: columns of the page table; times ``page_size`` this is the longest
-            possible sequence, in tokens.
+            possible sequence, in tokens, or with a shard what a rank keeps of it.
         page_size: tokens per page.
         query_len: query tokens of each request; above 1 with speculative decoding.
+        shard: this rank's share of every context, as for :func:`plan_batch`.
 
     Raises:
         TypeError: an input that is not a tensor, or a step that does not return tensors.
@@ -77,6 +88,7 @@ class DecodeRunner(Generic[Outputs]):
         max_pages_per_request: int,
         page_size: int,
         query_len: int = 1,
+        shard: ContextShard | None = None,
     ) -> None:
         if not callable(step):
             raise TypeError(f"step must be callable, got {type(step).__name__}")
@@ -94,7 +106,10 @@ class DecodeRunner(Generic[Outputs]):
             ("query_len", query_len),
         ):
             check_integer(name, value, 1)
+        if shard is not None:
+            check_kind("shard", shard, ContextShard)
         self._step = step
+        self._shard = shard
         self._page_size = page_size
         self._query_len = query_len
         self._device = _common_device(inputs)
@@ -105,7 +120,7 @@ class DecodeRunner(Generic[Outputs]):
         self._inputs = {
             name: tensor.new_zeros(largest, *tensor.shape[1:]) for name, tensor in inputs.items()
         }
-        longest = max_pages_per_request * page_size
+        longest = longest_context(max_pages_per_request, page_size, shard)
         self._plans = {size: self._plan(size, [longest] * size) for size in self._sizes}
         # The plans above differ only in their integers. Refill the buffers with padding.
         self._plan(largest, [])
@@ -147,11 +162,8 @@ class DecodeRunner(Generic[Outputs]):
                 f"got shape {list(lens.shape)}"
             )
         table, width = self._buffers.page_table, page_table.shape[1]
-        if (lens > width * self._page_size).any():  # the buffers may have more columns
-            raise ValueError(
-                f"seq_lens must be at most {width * self._page_size}, {width} pages of "
-                f"{self._page_size} tokens, got {int(lens.max())} for request {int(lens.argmax())}"
-            )
+        # The buffers may have more columns.
+        check_longest(lens, width, self._page_size, self._shard)
         table[:count, :width].copy_(int32_pages(page_table))
         table[:count, width:].fill_(-1)
         table[count:size].zero_()
@@ -208,6 +220,7 @@ class DecodeRunner(Generic[Outputs]):
             page_size=self._page_size,
             workspace_rows=None,
             decode_threshold=self._query_len,
+            shard=self._shard,
             buffers=self._buffers,
         )
 

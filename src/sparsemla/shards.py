@@ -98,6 +98,17 @@ class ContextShard:
         turn = self.interleave * self.num_ranks
         return seq_len // turn * self.interleave + min(seq_len % turn, self.interleave)
 
+    def longest_context(self, num_rows: int) -> int:
+        """The longest context of which no rank keeps more than ``num_rows`` positions.
+
+        >>> shard = ContextShard(rank=1, num_ranks=4, interleave=64)
+        >>> shard.longest_context(100), shard.longest(292), shard.longest(293)
+        (292, 100, 101)
+        """
+        check_integer("num_rows", num_rows)
+        own = num_rows // self.interleave * self.interleave
+        return own * self.num_ranks + num_rows % self.interleave
+
     def positions(self, rows: Tensor) -> Tensor:
         """Positions of rows of this rank; -1 of negative rows.
 

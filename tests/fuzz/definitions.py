@@ -1042,8 +1042,8 @@ def split_decodes(query_lens, threshold, uniform):
     return len(query_lens)
 
 
-def plan(query_lens, seq_lens, table, page_size, threshold, uniform, workspace_rows, padded):
-    """The fields of a plan, or None if the batch must be refused."""
+def plan(query_lens, seq_lens, table, page_size, threshold, uniform, workspace_rows, padded, share):
+    """The fields of a plan, or None if the batch must be refused; share as of kept_positions."""
     num_requests, num_tokens = len(query_lens), sum(query_lens)
     seq_lens = [n if m else 0 for m, n in zip(query_lens, seq_lens, strict=True)]
     decodes = split_decodes(query_lens, threshold, uniform)
@@ -1058,13 +1058,19 @@ def plan(query_lens, seq_lens, table, page_size, threshold, uniform, workspace_r
                 return None
             total = decodes * longest
     chunks = None
+    rows = [len(kept_positions(n, 0, *share[1:])) for n in seq_lens]  # of the rank with the most
     if workspace_rows is not None:
-        if any(n > workspace_rows for n in seq_lens[decodes:]):
+        if any(n > workspace_rows for n in rows[decodes:]):
             return None
-        chunks = chunks_of(seq_lens[decodes:], workspace_rows)
+        chunks = chunks_of(rows[decodes:], workspace_rows)
     tokens = [(b, i) for b in range(num_requests) for i in range(query_lens[b])]
     positions = [seq_lens[b] - query_lens[b] + i for b, i in tokens]
-    slots = [slot_of(table[b], p, page_size) for (b, _), p in zip(tokens, positions, strict=True)]
+    kept = [kept_positions(n, *share) for n in seq_lens]
+    row_at = [{p: row for row, p in enumerate(each)} for each in kept]
+    slots = [
+        slot_of(table[b], row_at[b].get(p, -1), page_size)
+        for (b, _), p in zip(tokens, positions, strict=True)
+    ]
     padding = total - num_tokens
     decode_tokens = total if decodes == num_requests else sum(query_lens[:decodes])
     fields = {
@@ -1093,14 +1099,15 @@ def plan(query_lens, seq_lens, table, page_size, threshold, uniform, workspace_r
     if chunks:
         fields["prefill_request_ids"] = [max(b - decodes, -1) for b, _ in tokens] + [-1] * padding
         fields["workspace_starts"] = [
-            sum(seq_lens[decodes + first : decodes + i])
+            sum(rows[decodes + first : decodes + i])
             for first, stop in chunks
             for i in range(first, stop)
         ]
         for first, stop in chunks:
             requests = slice(decodes + first, decodes + stop)
             span = slice(sum(query_lens[: requests.start]), sum(query_lens[: requests.stop]))
-            fields["chunks"].append((requests, span, sum(seq_lens[requests])))
+            lens = [len(positions) for positions in kept[requests]]
+            fields["chunks"].append((requests, span, sum(rows[requests]), lens))
     return fields
 
 

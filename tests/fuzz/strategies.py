@@ -1436,12 +1436,18 @@ PLANS = cases(
     require_uniform=FLAGS,
     workspace_rows=st.none() | st.integers(1, 60),
     padding=st.none() | st.integers(0, 3),
+    share=st.none() | st.tuples(st.integers(1, 4), st.sampled_from([1, 3, 8])),
     buffered=FLAGS,
 )
 
 
 def plan_arguments(draw, shape):
     requests, size = shape["requests"], shape["page_size"]
-    lengths = [m + c for m, c in requests]
-    table = tables(draw, lengths, size, pages_needed(lengths, size) + 2, torch.int32, False)
-    return [m for m, _ in requests], lengths, table
+    lengths = kept = [m + c for m, c in requests]
+    shard = None
+    if shape["share"] is not None:
+        num_ranks, interleave = shape["share"]
+        shard = ContextShard(draw.number(0, num_ranks - 1), num_ranks, interleave)
+        kept = [shard.longest(n) for n in lengths]
+    table = tables(draw, kept, size, pages_needed(kept, size) + 2, torch.int32, False)
+    return [m for m, _ in requests], lengths, table, shard

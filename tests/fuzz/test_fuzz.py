@@ -1127,7 +1127,7 @@ def test_prefill_branch(backend, shape):
 @settings(phases=PHASES, max_examples=10 * settings.default.max_examples)
 @given(shape=strategies.PLANS)
 def test_plan_batch(shape):
-    queries, lengths, table = strategies.plan_arguments(Draw(shape["seed"]), shape)
+    queries, lengths, table, shard = strategies.plan_arguments(Draw(shape["seed"]), shape)
     padded = None if shape["padding"] is None else sum(queries) + shape["padding"]
     wanted = definitions.plan(
         queries,
@@ -1138,6 +1138,7 @@ def test_plan_batch(shape):
         shape["require_uniform"],
         shape["workspace_rows"],
         padded,
+        (0, 1, 1) if shard is None else (shard.rank, shard.num_ranks, shard.interleave),
     )
     buffers = PlanBuffers(6, 40, table.shape[1] + 1, "cpu") if shape["buffered"] else None
 
@@ -1151,6 +1152,7 @@ def test_plan_batch(shape):
             decode_threshold=shape["decode_threshold"],
             require_uniform=shape["require_uniform"],
             num_padded_tokens=padded,
+            shard=shard,
             buffers=buffers,
         )
 
@@ -1164,9 +1166,9 @@ def test_plan_batch(shape):
         assert (got.tolist() if isinstance(got, torch.Tensor) else got) == value, name
     assert torch.equal(plan.page_table[:, : table.shape[1]], table)
     assert len(plan.prefill_chunks) == len(chunks)
-    for chunk, (requests, tokens, rows) in zip(plan.prefill_chunks, chunks, strict=True):
+    for chunk, (requests, tokens, rows, lens) in zip(plan.prefill_chunks, chunks, strict=True):
         assert (chunk.requests, chunk.tokens, chunk.num_workspace_rows) == (requests, tokens, rows)
         assert torch.equal(chunk.page_table, plan.page_table[requests])
-        assert torch.equal(chunk.seq_lens, plan.seq_lens[requests])
+        assert chunk.seq_lens.tolist() == lens
         starts = slice(requests.start - plan.num_decodes, requests.stop - plan.num_decodes)
         assert torch.equal(chunk.workspace_starts, plan.workspace_starts[starts])

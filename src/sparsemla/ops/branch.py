@@ -180,6 +180,8 @@ class _Step(NamedTuple):
             raise ValueError(
                 f"{op}: plan must have a row for each token, got one for every {plan.ratio}"
             )
+        if plan.shard is not None:
+            raise ValueError(f"{op}: plan must have no shard, got {plan.shard}")
         if cache.page_size != plan.page_size:
             raise ValueError(
                 f"{op}: cache must have pages of {plan.page_size} tokens, as plan has, "
@@ -261,7 +263,7 @@ def decode_branch(
         cache: rows of any format with ``head_dim`` L + R, in pages of the plan's size.
         layer: weights and constants; e4m3 weights give block-scaled FP8 GEMMs. The weights are
             read ahead, as :func:`project_heads` says.
-        plan: positions, slots and page tables of the step (:func:`plan_batch`).
+        plan: positions, slots and page tables of the step (:func:`plan_batch`), without a shard.
         topk_indices: int32, int64 or uint32 ``[T, K]``, slots in ``cache``; None for dense
             attention.
         topk_lengths: ``[T]``, leading entries to use of each row; default all.
@@ -461,7 +463,7 @@ def prefill_branch(
         kv: bfloat16, float16 or float32 ``[T, L + R]``, before norm and RoPE; may be strided.
         cache: rows of any format with ``head_dim`` L + R, in pages of the plan's size.
         layer: weights and constants; the weights are read ahead, as :func:`project_heads` says.
-        plan: positions, slots and page tables of the step.
+        plan: positions, slots and page tables of the step, without a shard.
         topk_indices: int32, int64 or uint32 ``[T, K]``, slots in ``cache``; None for dense
             attention.
         topk_lengths: ``[T]``, leading entries to use of each row; default all.
