@@ -54,7 +54,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, distributed
-from torch.nn import functional
 
 from exchange_bench import all_gather
 from long_contexts import FORMATS, GPU_GIB
@@ -343,24 +342,29 @@ class Stack:
         sizes: of the stack.
         host: rows of every layer.
         resident: the same rows on the device.
+        shard: of this rank, if ranks share contexts.
     """
 
-    shard: ContextShard | None = None
-
-    def __init__(self, sizes: Sizes, host: HostCache, resident: PagedCache) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        host: HostCache,
+        resident: PagedCache,
+        shard: ContextShard | None = None,
+    ) -> None:
+        self.shard = shard
         self.sizes, self.host, self.resident = sizes, host, resident
         device, batch = sizes.device, sizes.batch
         generator = torch.Generator().manual_seed(1)
         pages = host.num_pages
         table = torch.stack([torch.randperm(pages, generator=generator) for _ in range(batch)])
-        # Ranks that share contexts have pages for a part of them: no page id stands for the others.
-        table = functional.pad(table, (0, sizes.context // PAGE_SIZE - pages), value=-1)
         self.plan: Plan = plan_batch(
             [1] * batch,
             [sizes.context] * batch,
             table.int().to(device),
             page_size=PAGE_SIZE,
             workspace_rows=None,
+            shard=shard,
         )
         self.projections = Projections(sizes)
         self.chosen = torch.zeros(sizes.layers, batch, sizes.topk, dtype=torch.int32, device=device)
@@ -409,8 +413,7 @@ class SharedStack(Stack):
     shard: ContextShard
 
     def __init__(self, sizes: Sizes, host: HostCache, resident: PagedCache) -> None:
-        super().__init__(sizes, host, resident)
-        self.shard = shard_of_rank()
+        super().__init__(sizes, host, resident, shard_of_rank())
         self.projections = Projections(replace(sizes, heads=sizes.heads // self.shard.num_ranks))
 
     def query(self) -> Tensor:
@@ -463,7 +466,7 @@ class SharedStack(Stack):
         """
         shard, plan = self.shard, self.plan
         rows = PagedCache(all_gather(self.resident.layer(self.sizes.layers - 1).data), FP8_DS_MLA)
-        tables = all_gather(plan.page_table[:, : self.host.num_pages].contiguous())
+        tables = all_gather(plan.page_table)
         tables = tables.unflatten(0, (shard.num_ranks, -1))
         firsts = torch.arange(shard.num_ranks, dtype=torch.int32, device=tables.device)
         tables = tables + firsts[:, None, None] * self.host.num_pages

@@ -27,11 +27,11 @@ from streams import Streams
 from test_hot_rows import HEADS, PAGE_SIZE, host_cache, plan_of
 
 
-def prefill_plan(workspace_rows=40, device="cpu"):
+def prefill_plan(workspace_rows=40, device="cpu", shard=None):
     table = torch.arange(16, dtype=torch.int32, device=device).view(4, 4)[:, [3, 1, 2, 0]]
-    return plan_batch(
-        [1, 5, 7, 2], [9, 16, 7, 12], table, page_size=PAGE_SIZE, workspace_rows=workspace_rows
-    )
+    lens = [1, 5, 7, 2], [9, 16, 7, 12]
+    options = {"page_size": PAGE_SIZE, "workspace_rows": workspace_rows, "shard": shard}
+    return plan_batch(*lens, table, **options)
 
 
 @pytest.mark.parametrize("workspace_rows", [40, 23])
@@ -144,10 +144,10 @@ def test_many_tokens_copy_whole_contexts(monkeypatch, format, workspace_rows, ah
 @pytest.mark.parametrize("chunked", [False, True], ids=["selected", "whole contexts"])
 def test_a_shard_brings_its_own_rows(interleave, chunked):
     """Attention over them is that over the rank's part of the selection in a resident cache."""
-    whole = prefill_plan(40).prefills
     for rank in range(3):
         shard = ContextShard(rank, 3, interleave)
-        plan = whole if chunked else replace(whole, prefill_chunks=())
+        plan = prefill_plan(40, shard=shard).prefills
+        plan = plan if chunked else replace(plan, prefill_chunks=())
         host, chosen = host_cache(2), selection(plan)
         context = HostContext(host, max_rows=40, shard=shard)
         own, _ = own_positions(chosen, shard=shard)
@@ -160,6 +160,37 @@ def test_a_shard_brings_its_own_rows(interleave, chunked):
                 theirs = sparse_prefill(q[tokens], cache, slots[tokens], softmax_scale=0.1)
                 assert all(map(torch.equal, ours, theirs))
         assert (context._plan is plan) == chunked
+
+
+@pytest.mark.parametrize("workspace_rows", [40, 9])
+def test_a_shard_gathers_its_own_contexts(workspace_rows):
+    """With the bits of a gather from the rank's rows, those of this step's tokens included."""
+    for rank in range(3):
+        shard = ContextShard(rank, 3, 2)
+        plan, host = prefill_plan(workspace_rows, shard=shard), host_cache(2)
+        context = HostContext(host, max_rows=workspace_rows, shard=shard)
+        context.start(plan)
+        own = plan.slot_mapping >= 0
+        for layer in range(2):
+            new = torch.randn(plan.num_tokens, 576)
+            host.layer(layer).write(plan.slot_mapping[own], new[own])
+            for number, chunk in enumerate(plan.prefill_chunks):
+                rows = context.rows(layer, number)
+                expected = torch.full_like(rows, torch.nan)
+                lens, starts = chunk.seq_lens, chunk.workspace_starts
+                gather_dequant(host.layer(layer), chunk.page_table, lens, starts, out=expected)
+                gathered = ~expected.isnan().any(1)
+                assert gathered.sum() == lens.sum()
+                assert torch.equal(rows[gathered], expected[gathered])
+
+
+def test_plans_of_other_ranks_are_refused():
+    shard = ContextShard(1, 3)
+    plan, other = prefill_plan(shard=shard), prefill_plan(shard=ContextShard(0, 3))
+    with pytest.raises(ValueError, match=r"plan must have shard ContextShard\(rank=1.*rank=0"):
+        HostContext(host_cache(), max_rows=40, shard=shard).start(other)
+    with pytest.raises(ValueError, match=r"plan must have shard None, got ContextShard\(rank=1"):
+        HostContext(host_cache(), max_rows=40).start(plan)
 
 
 def test_a_fetch_keeps_its_lists_until_it_is_joined(monkeypatch):

@@ -440,6 +440,10 @@ def test_errors_of_a_step():
     other = plan_batch([1], [9], table, page_size=8, workspace_rows=None)
     with pytest.raises(ValueError, match="plan must have pages of 4 tokens, as host has, got 8"):
         hot.resolve(0, chosen, other, seats)
+    shard, options = ContextShard(1, 2), {"page_size": PAGE_SIZE, "workspace_rows": None}
+    of_rank = plan_batch([1], [9], table, shard=shard, **options)
+    with pytest.raises(ValueError, match=r"plan must have shard None, got ContextShard\(rank=1"):
+        hot.resolve(0, chosen, of_rank, seats)
     with pytest.raises(ValueError, match="layer_idx must be below 2"):
         hot.resolve(2, chosen, plan_of(9), seats)
     with pytest.raises(ValueError, match="seats must be below 2, got 2"):
@@ -547,11 +551,12 @@ def test_a_shard_truncates_to_its_own_length():
 def test_a_shard_resolves_its_own_part():
     """Ranks keep every second position; each fetches only rows that it owns."""
     host = host_cache()
-    table = torch.arange(16, dtype=torch.int32)[None]
-    plan = plan_batch([1], [40], table, page_size=PAGE_SIZE, workspace_rows=None)
-    chosen = [0, 3, 8, 13, 20, 39]
+    chosen, table = [0, 3, 8, 13, 20, 39], torch.arange(5, dtype=torch.int32)[None]
+    options = {"page_size": PAGE_SIZE, "workspace_rows": None}
     for rank in range(2):
-        hot = HotRows(host, seats=1, rows_per_seat=8, topk=TOPK, shard=ContextShard(rank, 2))
+        shard = ContextShard(rank, 2)
+        plan = plan_batch([1], [40], table, shard=shard, **options)
+        hot = HotRows(host, seats=1, rows_per_seat=8, topk=TOPK, shard=shard)
         rows, counts = hot.resolve(0, lists(chosen), plan, seats_of(0))
         own = [p // 2 for p in chosen if p % 2 == rank]
         assert counts.tolist() == [len(own)]
@@ -561,11 +566,9 @@ def test_a_shard_resolves_its_own_part():
 
 
 def test_a_shard_of_parts_has_a_list_for_each():
-    host = host_cache()
-    plan = plan_batch(
-        [1], [40], torch.arange(16)[None].int(), page_size=PAGE_SIZE, workspace_rows=None
-    )
-    shard = ContextShard(1, 2, parts=4)
+    host, shard = host_cache(), ContextShard(1, 2, parts=4)
+    pages, options = torch.arange(5)[None], {"page_size": PAGE_SIZE, "workspace_rows": None}
+    plan = plan_batch([1], [40], pages, shard=shard, **options)
     hot = HotRows(host, seats=1, rows_per_seat=8, topk=TOPK, shard=shard)
     rows, counts = hot.resolve(0, lists([1, 3, 5, 8, 11, 39]), plan, seats_of(0))
     assert counts.tolist() == [[2, 3]]  # 1 and 5; 3, 11 and 39

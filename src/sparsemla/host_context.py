@@ -14,7 +14,7 @@ from sparsemla.host_cache import HostCache
 from sparsemla.ops.gather import gather_dequant, to_slots
 from sparsemla.ops.lists import own_positions
 from sparsemla.ops.residency import fetch_rows
-from sparsemla.plan import Plan, PrefillChunk
+from sparsemla.plan import Plan, PrefillChunk, check_host_plan
 from sparsemla.shards import ContextShard
 from sparsemla.side_stream import SideStream
 from sparsemla.validation import check_integer, check_integers, check_kind
@@ -39,8 +39,8 @@ class HostContext:
         max_rows: bfloat16 rows of a workspace, the ``workspace_rows`` of the plans.
         ahead: workspaces that are filled before their turn; each takes ``max_rows * head_dim * 2``
             bytes, as does the one in use.
-        shard: of this rank in a context-parallel group, without parts. Lengths and selections of a
-            plan are global, its page table and the rows of its chunks are those of the rank.
+        shard: of this rank in a context-parallel group, without parts. Selections are global, plans
+            those of :func:`plan_batch` with this shard.
         stream: for the copies; default a new one.
 
     Raises:
@@ -119,8 +119,8 @@ class HostContext:
             layer_idx: the first layer of the step; a draft model's layers follow others.
 
         Raises:
-            TypeError, ValueError: not a plan, one of another page size, without chunks, or with a
-                chunk beyond max_rows; a layer out of range; a host that is closed.
+            TypeError, ValueError: not a plan, one of another page size or shard, without chunks, or
+                with a chunk beyond max_rows; a layer out of range; a host that is closed.
         """
         check_integer("layer_idx", layer_idx, 0, self._host.num_layers)
         self._check_plan(plan)
@@ -295,13 +295,8 @@ class HostContext:
         return joined()
 
     def _check_plan(self, plan: Plan) -> None:
-        check_kind("plan", plan, Plan)
         self._host.check_open()
-        if plan.page_size != self._host.page_size:
-            raise ValueError(
-                f"plan must have pages of {self._host.page_size} tokens, as host has, "
-                f"got {plan.page_size}"
-            )
+        check_host_plan(plan, self._host.page_size, self.shard)
 
     @property
     def _num_items(self) -> int:

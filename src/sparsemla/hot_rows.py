@@ -18,7 +18,7 @@ from sparsemla.ops.residency import (
     resolve_rows,
     resolve_workspace_size,
 )
-from sparsemla.plan import HostInts, Plan, host_ints
+from sparsemla.plan import HostInts, Plan, check_host_plan, host_ints
 from sparsemla.residency import EMPTY, RowTable
 from sparsemla.shards import ContextShard
 from sparsemla.side_stream import SideStream
@@ -105,8 +105,9 @@ class HotRows:
         query_len: most query tokens of a request in a step, 1 and its drafts.
         leaders: for each layer, the layer whose selection it shares; itself if it has an indexer.
             Default all have one.
-        shard: of this rank in a context-parallel group. Selections and lengths are global, the page
-            table is the rank's, and the selection that comes back is the rank's own part.
+        shard: of this rank in a context-parallel group. Selections are global, plans those of
+            :func:`plan_batch` with this shard, and the selection that comes back is the rank's own
+            part.
         stream: for the fetches; default a new one.
         format, num_layers, device: of ``host``.
 
@@ -306,13 +307,13 @@ class HotRows:
 
         Raises:
             TypeError, ValueError: an argument of the wrong kind, dtype, shape or device; a plan
-                with prefills, with more tokens than the seats have, or with another page size; a
-                host that is missing or closed; a layer out of its order.
+                with prefills, with more tokens than the seats have, with another page size or with
+                another shard; a host that is missing or closed; a layer out of its order.
         """
         host = self._open_host()
         check_integer("layer_idx", layer_idx, 0, self.num_layers)
-        check_kind("plan", plan, Plan)
-        self._check_plan(plan, host)
+        check_host_plan(plan, host.page_size, self._shard)
+        self._check_sizes(plan)
         leader, found = self._leaders[layer_idx], self._first(plan.num_tokens)
         if leader == layer_idx:
             if self._unresolved:
@@ -433,18 +434,13 @@ class HotRows:
         self._host.check_open()
         return self._host
 
-    def _check_plan(self, plan: Plan, host: HostCache) -> None:
+    def _check_sizes(self, plan: Plan) -> None:
         limits = self.seats, self.seats * self.query_len, self.query_len
         sizes = plan.num_requests, plan.num_tokens, plan.max_query_len
         if plan.num_prefills or any(map(operator.gt, sizes, limits)):
             raise ValueError(
                 f"plan must have decodes of at most {self.query_len} query tokens for {self.seats} "
                 f"seats, got {plan}"
-            )
-        if plan.page_size != host.page_size:
-            raise ValueError(
-                f"plan must have pages of {host.page_size} tokens, as host has, "
-                f"got {plan.page_size}"
             )
 
     def _first(self, tokens: int) -> _Results:

@@ -507,6 +507,17 @@ def check_longest(
         )
 
 
+def check_host_plan(plan: Plan, page_size: int, shard: ContextShard | None) -> None:
+    """Check a plan over the pages of a host cache, of which the ranks of ``shard`` have parts."""
+    check_kind("plan", plan, Plan)
+    if plan.page_size != page_size:
+        raise ValueError(
+            f"plan must have pages of {page_size} tokens, as host has, got {plan.page_size}"
+        )
+    if plan.shard not in (None, shard):
+        raise ValueError(f"plan must have shard {shard}, got {plan.shard}")
+
+
 def _check_shard(shard: ContextShard | None) -> None:
     if shard is not None:
         check_kind("shard", shard, ContextShard)

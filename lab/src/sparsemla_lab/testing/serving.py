@@ -311,6 +311,7 @@ class HostEngine(Engine):
             workspace_rows=self.context.max_rows,
             decode_threshold=serving.max_query_len,
             require_uniform=False,
+            shard=serving.shard,
         )
         out = torch.empty(
             plan.num_tokens,
