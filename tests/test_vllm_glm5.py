@@ -270,6 +270,9 @@ def test_a_layer_agrees_with_transformers(made, kpool, dtype):
     assert torch.equal((lists >= 0).sum(1), counts)
     assert all(len({*row[row >= 0].tolist()}) == n for row, n in zip(lists, counts, strict=True))
     assert (lists <= positions[:, None]).all()
+    # They ascend, as lists of rows on the host must, with -1 behind.
+    keys = torch.where(lists < 0, 2**31 - 1, lists)
+    assert torch.equal(keys.sort(1).values, keys)
     # Until there are more tokens than are selected, only roundings differ.
     away = (found - expected).norm(dim=1) / expected.norm(dim=1)
     assert away[:TOPK].mean() < (0.05 if dtype == "fp8_ds_mla" else 0.01)
@@ -362,7 +365,7 @@ def test_steps_reach_no_kernel_that_was_not_warmed_up(run_python, made, monkeypa
     engine.config.cache_config.block_size = kpool
     (keys,) = warmup.pooled_layers(engine.config, engine.layer.mla_attn.indexer)
     serving, rows = warmup.attention_layers(engine.config, attention.SinkImpl)
-    names = "pool_windows", "prepare_index_queries"
+    names = "pool_windows", "prepare_index_queries", "expand_pools"
     attends = "fused_rope_rmsnorm_quant", "sparse_decode", "sparse_prefill"
     calls = replay.spy(monkeypatch, {pooled: names, indexer: ("indexer_topk",), attention: attends})
     x = engine.draw.normal(200, HIDDEN).bfloat16()

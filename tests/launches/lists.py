@@ -42,14 +42,14 @@ def own_positions(shard, dtype=torch.int32, topk=2048):
     return launch
 
 
-def pools(ratio, topk=2048, **given):
+def pools(ratio, topk=2048, width=None, dtype=torch.int32, **given):
     def launch():
         expand_pools(
             meta(64, topk // ratio),
-            meta(64),
+            meta(64, dtype=dtype),
             ratio,
-            meta(64, topk + ratio - 1),
-            lengths=meta(64),
+            meta(64, width or topk + ratio - 1),
+            lengths=meta(64, dtype=dtype),
             **given,
         )
 
@@ -65,4 +65,5 @@ LAUNCHES = {
     "a rank of 3, int64, of 100": own_positions(ContextShard(2, 3), torch.int64, topk=100),
     "tokens of pools of 4, slots": pools(4, table=meta(64, 131072), request_ids=meta(64)),
     "tokens of pools of 16, rows": pools(16, offsets=meta(64)),
+    "tokens of pools of 4, int64, -1 behind": pools(4, width=2176, dtype=torch.int64),
 }

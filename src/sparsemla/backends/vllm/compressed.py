@@ -32,6 +32,7 @@ from sparsemla import (
     to_slots,
 )
 from sparsemla.backends.vllm.conversions import MULTIPLE, Chosen, Conversion, Part, attend
+from sparsemla.kernels.common.pools import expand_pools
 from sparsemla.pooling import NO_NORM
 from sparsemla.warmup import EVERY, Sweep, without_memory
 
@@ -375,6 +376,7 @@ class PooledKeys:
     Args:
         ratio: tokens of a pool.
         topk: pools that a token selects.
+        list_width: columns of the lists of their tokens.
         index_heads: heads of the indexer.
         keys, tails: pages of the index keys and of open pools.
         max_positions: rows of the table of cosines and sines.
@@ -386,6 +388,7 @@ class PooledKeys:
 
     ratio: int
     topk: int
+    list_width: int
     index_heads: int
     keys: Pages
     tails: Pages
@@ -403,6 +406,7 @@ class PooledKeys:
         """All other ops, at every number of tokens."""
         yield Sweep(self._pool, self.max_tokens)
         yield Sweep(self._prepare, self.max_tokens)
+        yield Sweep(self._list, self.max_tokens)
 
     def _table(self) -> Tensor:
         return without_memory(1, ROPE_DIM, dtype=torch.float32).expand(self.max_positions, -1)
@@ -436,6 +440,12 @@ class PooledKeys:
             positions=without_memory(tokens, dtype=torch.int64),
             format=INDEX_FP8,
         )
+
+    def _list(self, tokens: int) -> None:
+        lengths = without_memory(tokens, dtype=torch.int64)
+        pools = without_memory(tokens, self.topk)
+        lists = without_memory(tokens, self.list_width)
+        expand_pools(pools, lengths, self.ratio, lists, lengths=lengths)
 
 
 def _selection(layer: CompressedLayer | PooledKeys, keys: Pages) -> Serving:

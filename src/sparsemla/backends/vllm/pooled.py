@@ -23,7 +23,6 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.models.glm5next.common.attention import Indexer
-from vllm.models.glm5next.nvidia.ops.kpool_compress import _expand_pools_and_append_tail_kernel
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -55,12 +54,11 @@ from sparsemla.backends.vllm.indexer import (
     select_keys,
 )
 from sparsemla.backends.vllm.warmup import register_pools
+from sparsemla.kernels.common.pools import expand_pools
 from sparsemla.pooling import NO_NORM
 
 ROPE_DIM = 64
 """Dims that the ops would rotate."""
-COLUMNS = 128
-"""Columns of a program that expands pools."""
 
 
 class PoolBackend(IndexerBackend, Glm5NextIndexerBackend):
@@ -273,19 +271,8 @@ class PooledIndexer(nn.Module):
         )
         pools = positions.new_empty(len(q), self.num_pools, dtype=torch.int32)
         select_keys(q, weights, cache, keys, self.num_pools, pools, ratio=ratio)
-        buffer = inner.topk_indices_buffer[: len(q)]
-        # vLLM's wrapper would allocate narrower lists, for another launch to copy.
-        _expand_pools_and_append_tail_kernel[(len(q), -(-buffer.shape[1] // COLUMNS))](
-            pools,
-            (positions + 1).int(),
-            buffer,
-            inner.topk_tokens,
-            buffer.shape[1],
-            POOL_SIZE=ratio,
-            BLOCK_COLS=COLUMNS,
-            pid_s0=pools.stride(0),
-            out_s0=buffer.stride(0),
-        )
+        lengths, lists = positions + 1, inner.topk_indices_buffer[: len(q)]
+        expand_pools(pools, lengths // ratio, ratio, lists, lengths=lengths)
 
 
 def _pool_backend() -> type[AttentionBackend]:

@@ -463,8 +463,6 @@ GLM5_NEXT = INDEXER + _rows(
             kv_cache get_attn_backend get_kv_cache_spec prefix
         Glm5NextTailCache: cache of open pools
             kv_cache get_attn_backend get_kv_cache_spec prefix
-    vllm.models.glm5next.nvidia.ops.kpool_compress:
-        _expand_pools_and_append_tail_kernel: tokens of pools
     vllm.v1.attention.backend:
         MultipleOf: type of a result
     vllm.v1.attention.backends.mla.indexer:

@@ -176,6 +176,7 @@ def pooled_layers(config: VllmConfig, indexer: Any) -> Iterator[PooledKeys]:  # 
     yield PooledKeys(
         ratio=ratio,
         topk=indexer.num_pools,
+        list_width=inner.topk_indices_buffer.shape[1],
         index_heads=inner.n_head,
         keys=Pages(len(keys), keys.shape[1], keys.stride(0), columns),
         tails=Pages(len(tails), tails.shape[2], tails.stride(0), 1),

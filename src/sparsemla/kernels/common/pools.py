@@ -72,8 +72,8 @@ def expand_pools(
         pools: int32 ``[T, K]``, selected complete pools, then -1.
         counts: integers ``[T]``, complete pools that each token may select from.
         ratio: R, tokens of a pool.
-        out: int32 ``[N, K * R]``, or ``[N, K * R + R - 1]`` with ``lengths``; lists after the first
-            T get -1.
+        out: int32 ``[N, K * R]``, or with ``lengths`` ``[N, at least K * R + R - 1]``; lists after
+            the first T get -1.
         lengths: integers ``[T]``, tokens that each token sees.
         table: ``[B, W]``, slots of the tokens of each request; default positions.
         request_ids: integers ``[T]``, rows of the table; default one for each token.
