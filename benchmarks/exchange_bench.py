@@ -358,14 +358,14 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def without_times(rows: list[Row]) -> str:
-    """What was checked, of ranks that share a GPU."""
-    lines = [
-        f"{row.context:7d} tokens, {row.batch} requests: selections"
-        f"{'' if row.symmetric is None else ', also through symmetric memory,'} and slots are right"
-        for row in rows
-    ]
-    return "\n".join([f"{rows[0].num_ranks} ranks share a GPU: no times", *lines]) + "\n"
+def check(context: int, batch: int, topk: int, device: torch.device) -> str:
+    """Check a size on ranks that share a GPU, whose times mean nothing; says what is right."""
+    shard, sides = functions(context, batch, topk, device)
+    through = ", also through symmetric memory," if "symmetric" in sides else ""
+    return (
+        f"{context:7d} tokens, {batch} requests, {shard.num_ranks} ranks that share a GPU: "
+        f"selections{through} and slots are right\n"
+    )
 
 
 def main() -> int:
@@ -399,11 +399,18 @@ def main() -> int:
         return int(wrong > 0)
     rows = []
     for context, batch in itertools.product(arguments.contexts, arguments.batches):
-        rows.append(measure(context, batch, arguments.topk, device, arguments.repeats))
+        size = context, batch, arguments.topk, device
+        if device.type == "cuda" and shared(distributed.get_world_size()):
+            said = check(*size)
+            if distributed.get_rank() == 0:
+                sys.stdout.write(said)
+                sys.stdout.flush()
+        else:
+            rows.append(measure(*size, arguments.repeats))
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if distributed.get_rank() == 0:
-        sys.stdout.write(without_times(rows) if shared(rows[0].num_ranks) else table(rows))
+    if rows and distributed.get_rank() == 0:
+        sys.stdout.write(table(rows))
         if arguments.json:
             arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     distributed.destroy_process_group()

@@ -331,6 +331,16 @@ def measured(rank, device):
     return [asdict(exchange_bench.measure(context, 3, 128, place, 2)) for context in (300, 1000)]
 
 
+def checked(rank, device):
+    """What ``benchmarks/exchange_bench.py`` says of a size on ranks that share a GPU."""
+    import exchange_bench
+
+    place = torch.device(device, torch.cuda.current_device() if device == "cuda" else 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(exchange_bench, "RankTimer")
+        return exchange_bench.check(1000, 3, 128, place)
+
+
 def with_positions_of_one_rank(rank):
     """The error of ranks that offer their rows as positions."""
     import exchange_bench
@@ -364,6 +374,14 @@ def stressed(rank, device):
 @pytest.mark.parametrize("device", processes.RANK_DEVICES)
 def test_many_exchanges_with_delays_are_those_of_collectives(tmp_path, device):
     assert processes.on_ranks(2, tmp_path, device, stressed, device) == [(0, 1)] * 2
+
+
+@pytest.mark.parametrize("device", processes.RANK_DEVICES)
+def test_ranks_that_share_a_gpu_are_checked_without_times(tmp_path, device):
+    one, other = processes.on_two_ranks(tmp_path, device, checked, device)
+    assert one == other
+    assert one.startswith("   1000 tokens, 3 requests, 2 ranks that share a GPU: selections")
+    assert one.endswith("slots are right\n")
 
 
 @pytest.mark.parametrize("device", processes.RANK_DEVICES)
