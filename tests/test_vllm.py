@@ -108,6 +108,7 @@ with warnings.catch_warnings():
         exchange,
         host,
         host_attention,
+        hy_v4,
         indexer,
         nvidia,
         pooled,
@@ -338,6 +339,7 @@ for module in (
     attention,
     host,
     host_attention,
+    hy_v4,
     indexer,
     nvidia,
     pooled,
@@ -367,6 +369,7 @@ def test_what_is_touched_fits_vllm(key):
         "attention",
         "host",
         "host_attention",
+        "hy_v4",
         "indexer",
         "exchange",
         "nvidia",
@@ -1588,6 +1591,7 @@ def serve(config, made, prompts, steps, dtype):
                 1e-6,
                 rotation(True).cos_sin_cache,
                 False,
+                True,
                 buffer,
                 MANY,
                 name,
@@ -2040,7 +2044,7 @@ def check_ranks(config, batch, ties, dtype):
     with set_forward_context({name: made.build(0, common)}, config):
         torch.ops.vllm.sparsemla_indexer(
             token_positions, *parts[:1], index_k, index_weights, *parts[3:], 1e-6, table, False,
-            buffer, TOPK, name,
+            True, buffer, TOPK, name,
         )  # fmt: skip
     assert_equal("selection", buffer[: batch.rows], expected)
 
@@ -2987,7 +2991,7 @@ def test_shared_keys_reach_no_kernel_that_was_not_warmed_up(
             max_workspace_bytes=indexer.max_score_bytes(),
             out=torch.empty(MAX_TOKENS, TOPK, dtype=torch.int32)[: batch.rows],
         )
-    serving, shared = warmup.index_layers(config, 32, TOPK, False, 2048, torch.bfloat16)
+    serving, shared = warmup.index_layers(config, 32, TOPK, False, True, 2048, torch.bfloat16)
     assert (shared.num_ranks, shared.pages.columns) == (2, serving.table_width)
     assert {op for op, *_ in calls} == {name for names in ops.values() for name in names}
     assert replay.missing_kernels(run_python, calls, steps=[*shared.sweeps()]) == []

@@ -53,6 +53,7 @@ with warnings.catch_warnings():
         deepseek_v4,
         host,
         host_attention,
+        hy_v4,
         indexer,
         nvidia,
         pooled,
@@ -629,9 +630,9 @@ def test_models_with_another_indexer_are_refused(monkeypatch, architecture):
     assert message(settings.refuse, named(plain(), architecture)) == ""
 
 
-def test_glm_5_3_needs_this_packages_indexer_where_vllms_has_no_kernels(monkeypatch):
+def test_models_need_this_packages_indexer_where_vllms_has_no_kernels(monkeypatch):
     monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
-    for architecture in settings.GLM5_NEXT:
+    for architecture in settings.GLM5_NEXT + settings.HY_V4:
         custom = named(plain("CUSTOM"), architecture)
         with monkeypatch.context() as change:
             change.setattr(settings, "unserved_gpu", lambda: "sm_89")
@@ -646,19 +647,6 @@ def test_glm_5_3_needs_this_packages_indexer_where_vllms_has_no_kernels(monkeypa
             assert message(settings.refuse, named(plain(), architecture)) == ""
             change.setattr(type(current_platform), "is_rocm", lambda self: True)
             assert "on ROCm" in message(settings.refuse, named(plain(), architecture))
-
-
-def test_hunyuan_v4_needs_a_gpu_with_vllms_indexer(monkeypatch):
-    monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
-    for architecture in settings.HY_V4:
-        custom = named(plain("CUSTOM"), architecture)
-        assert message(settings.refuse, custom) == ""
-        with monkeypatch.context() as change:
-            change.setattr(settings, "unserved_gpu", lambda: "sm_89")
-            change.setattr(settings, "indexer_is_active", lambda: True)
-            reason = f"indexer of {architecture} has no kernels for sm_89, and this package does"
-            assert reason in message(settings.refuse, custom)
-            assert message(settings.refuse, named(plain(), architecture)) == ""
 
 
 def test_platforms_that_ignore_the_backend_are_refused(monkeypatch):
@@ -841,6 +829,7 @@ READ = [
     "vllm.models.deepseek_v4.nvidia.ops.o_proj:deep_gemm_fp8_o_proj",
     "vllm.models.deepseek_v41.nvidia.model:_select_dsv4_attn_cls",
     "vllm.models.dots3_note.nvidia.model:Dots3NoteFullAttention.__init__",
+    "vllm.models.dots3_note.nvidia.model:_forward_note_mla",
     "vllm.models.glm5next.common.attention:Glm5NextIndexerCache.get_kv_cache_spec",
     "vllm.models.glm5next.common.attention:Glm5NextTailCache.get_kv_cache_spec",
     "vllm.models.glm5next.common.attention:Indexer.__init__",
@@ -848,8 +837,11 @@ READ = [
     "vllm.models.glm5next.nvidia.ops.kpool_compress:_expand_pools_and_append_tail_kernel",
     "vllm.models.glm5next.nvidia.sparse_indexer:sparse_attn_indexer_kpool",
     "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention.__init__",
+    "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention._indexer_and_attn",
     "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention._force_sparse_mqa",
     "vllm.models.hy_v4.nvidia.attention:HYV4MLAAttention._resolve_sink_backend",
+    "vllm.models.hy_v4.nvidia.attention:Indexer.__init__",
+    "vllm.models.hy_v4.nvidia.attention:Indexer.prepare_inputs",
     "vllm.platforms.xpu:XPUPlatform.get_attn_backend_cls",
     "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder.build",
     "vllm.v1.attention.backends.mla.indexer:balanced_prefill_row_shard",
@@ -870,7 +862,18 @@ READ = [
     "vllm.v1.worker.gpu.states:RequestState.add_request",
 ]
 BODIES = Path(__file__).parent / "vllm_bodies.json"
-MODULES = attention, host, host_attention, indexer, nvidia, pooled, warmup, wrapper, deepseek_v4
+MODULES = (
+    attention,
+    deepseek_v4,
+    host,
+    host_attention,
+    hy_v4,
+    indexer,
+    nvidia,
+    pooled,
+    warmup,
+    wrapper,
+)
 
 
 @functools.cache

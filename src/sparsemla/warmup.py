@@ -109,6 +109,7 @@ class Serving:
             :func:`sparsemla.indexer_topk_of_blocks`; None if layers do not share blocks.
         block_size: index keys of a block.
         interleaved: RoPE of the indexer rotates neighbours.
+        rope_first: it rotates the first dims of the indexer's heads, or the last (Hunyuan V4).
         max_positions: rows of the indexer's table of cosines and sines.
         table_dtype: of that table.
         ratios: of the layers of a DeepSeek-V4: tokens of an entry, 0 for layers that attend to the
@@ -152,6 +153,7 @@ class Serving:
     topk_blocks: int | None = None
     block_size: int = 8
     interleaved: bool = False
+    rope_first: bool = True
     max_positions: int = 163840
     table_dtype: torch.dtype = torch.bfloat16
     ratios: tuple[int, ...] = ()
@@ -171,6 +173,7 @@ class Serving:
             check_integer(name, getattr(self, name), 1)
         check_kind("allow_fp8_mma", self.allow_fp8_mma, bool)
         check_kind("sinks", self.sinks, bool)
+        check_kind("rope_first", self.rope_first, bool)
         if self.query_pitch is not None:
             check_integer("query_pitch", self.query_pitch, ROPE_DIM)
         check_integer("block_size", self.block_size, 1)
@@ -603,6 +606,7 @@ def _write_keys(serving: Serving, cache: PagedCache, tokens: int) -> None:
         positions=without_memory(tokens, dtype=torch.int64),
         slot_mapping=without_memory(tokens, dtype=torch.int64),
         interleaved=serving.interleaved,
+        rope_first=serving.rope_first,
         weights_out=without_memory(tokens, heads, dtype=torch.float32),
     )
 

@@ -95,7 +95,7 @@ def index_queries(fmt, num_heads=64, rope_dim=64, interleaved=False, hadamard=Fa
     return launch
 
 
-def index_step(fmt, num_heads=64, interleaved=False, tokens=8192):
+def index_step(fmt, num_heads=64, interleaved=False, tokens=8192, rope_first=True):
     def launch():
         dispatch.load("fused_indexer_rope_quant", "triton")(
             index_q=meta(tokens, num_heads, 128),
@@ -108,6 +108,7 @@ def index_step(fmt, num_heads=64, interleaved=False, tokens=8192):
             positions=ints(tokens),
             slot_mapping=ints(tokens),
             interleaved=interleaved,
+            rope_first=rope_first,
             out=meta(tokens, num_heads, 128, dtype=fmt.query_dtype),
             weights_out=meta(tokens, num_heads, dtype=torch.float32),
         )
@@ -141,4 +142,5 @@ LAUNCHES = {
     "queries index_fp8, hadamard": index_queries(INDEX_FP8, hadamard=True),
     "queries bf16": index_queries(bf16_format(128)),
     "fused fp8_nope": fused(FP8_NOPE, norm_dim=512),
+    "index step, last dims": index_step(INDEX_FP8, 16, interleaved=True, rope_first=False),
 }

@@ -155,3 +155,42 @@ def _orthonormal(rows: int, cols: int, generator: torch.Generator) -> Tensor:
     tall = torch.randn(shape, generator=generator, device=generator.device)
     q = torch.linalg.qr(tall)[0]
     return q if rows >= cols else q.T
+
+
+HY_V4_NAMES = (
+    (".self_attn.sinks", ".self_attn.learnable_sink_param"),
+    (".self_attn.gate_proj.", ".self_attn.linear_gate."),
+    (".attn_hc.", ".hc_attn_layer.hc_pre.hc_"),
+    (".ffn_hc.", ".hc_mlp_layer.hc_pre.hc_"),
+    ("model.hc_head.hc_", "model.hc_head.hc_head_"),
+)
+"""What a Hunyuan V4 names so in transformers, and in published checkpoints."""
+
+
+def published_hy_v4(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights of a Hunyuan V4 as published, with the pairs that RoPE rotates side by side.
+
+    transformers' class rotates dims that are half of RoPE's dims apart, vLLM's class neighbours.
+    """
+    config = cast(Any, model.config)
+    rope = config.qk_rope_head_dim
+    order = torch.arange(rope).view(2, -1).T.flatten()
+    rotated = {  # the rows of a head
+        "q_b_proj.weight": config.qk_nope_head_dim + rope,
+        "kv_a_proj_with_mqa.weight": config.kv_lora_rank + rope,
+        "indexer.wq_b.weight": config.index_head_dim,
+        "indexer.wk.weight": config.index_head_dim,
+        "indexer.k_norm.weight": config.index_head_dim,
+        "indexer.k_norm.bias": config.index_head_dim,
+    }
+    found = {}
+    for name, weight in model.state_dict().items():
+        for part, rows in rotated.items():
+            if name.endswith(part):
+                heads = weight.clone().unflatten(0, (-1, rows))
+                heads[:, -rope:] = heads[:, -rope:][:, order]
+                weight = heads.flatten(0, 1)
+        for ours, theirs in HY_V4_NAMES:
+            name = name.replace(ours, theirs)
+        found[name] = weight.contiguous()
+    return found

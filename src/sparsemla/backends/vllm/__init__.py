@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GENERIC_MODELS",
+    "HY_V4_MODELS",
     "NVIDIA_MODELS",
     "V4_MODELS",
     "SparseMLABackend",
@@ -59,6 +60,12 @@ V4_MODELS = {
     "DSparkDraftModel": "sparsemla.backends.vllm.deepseek_v4:DSparkDraft",
 }
 """vLLM's classes of DeepSeek-V4, which ask for the attention backend."""
+
+HY_V4_MODELS = {
+    "HYV4ForCausalLM": "sparsemla.backends.vllm.hy_v4:HYV4ForCausalLM",
+    "HYV4MTPModel": "sparsemla.backends.vllm.hy_v4:HYV4MTP",
+}
+"""vLLM's classes of Hunyuan V4 with another indexer."""
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
@@ -121,7 +128,7 @@ def register() -> None:
 
 
 def register_indexer() -> None:
-    """The plugin ``sparsemla_indexer``: replace the indexer of DeepSeek-V3.2 and GLM-5.
+    """The plugin ``sparsemla_indexer``: replace the indexers of models that select tokens.
 
     Without ``VLLM_PLUGINS`` vLLM loads every installed plugin. This one changes models, so it does
     nothing unless ``VLLM_PLUGINS`` contains its name, or vLLM has no sparse attention for the GPU.
@@ -165,7 +172,7 @@ def _activate_indexer() -> None:
         check((), module)
     check_when_configured()
     models = NVIDIA_MODELS if _nvidia_class_runs() else GENERIC_MODELS
-    for architecture, model in models.items():
+    for architecture, model in (models | HY_V4_MODELS).items():
         ModelRegistry.register_model(architecture, model)
     if op_registry_oot.get("MultiHeadLatentAttentionWrapper") is not wrapper.SparseMLAWrapper:
         PluggableLayer.register_oot(name="MultiHeadLatentAttentionWrapper")(

@@ -350,6 +350,17 @@ class SparseMLAIndexer(nn.Module):
         indexer.k_cache.get_attn_backend = index_cache_backend
         reserve_selections(indexer.vllm_config, indexer.k_cache, indexer.topk_indices_buffer)
 
+    @property
+    def topk_indices_buffer(self) -> Tensor:
+        """The buffer of selected positions, which attention of Dots3Note asks its indexer for."""
+        buffer: Tensor = self.inner.topk_indices_buffer
+        return buffer
+
+    @topk_indices_buffer.setter
+    def topk_indices_buffer(self, buffer: Tensor) -> None:
+        """Take the target's buffer, as vLLM asks the layers of a draft model to."""
+        self.inner.topk_indices_buffer = buffer
+
     def forward(
         self, hidden_states: Tensor, qr: Tensor, positions: Tensor, rotary_emb: RotaryEmbeddingBase
     ) -> Tensor:
@@ -364,26 +375,49 @@ class SparseMLAIndexer(nn.Module):
         Returns:
             The buffer of selected positions, int32; its first T rows are new.
         """
-        inner = self.inner
-        q = inner.wq_b(qr)[0].view(-1, inner.n_head, inner.head_dim)
-        k, weights = inner.wk_weights_proj(hidden_states)[0].split(
-            [inner.head_dim, inner.n_head], dim=-1
-        )
-        torch.ops.vllm.sparsemla_indexer(
-            positions,
-            q,
-            k,
-            weights,
-            inner.k_norm.weight,
-            inner.k_norm.bias,
-            inner.k_norm.eps,
-            rotary_emb.cos_sin_cache,
-            not rotary_emb.is_neox_style,
-            inner.topk_indices_buffer,
-            inner.topk_tokens,
-            _encode_layer_name(inner.k_cache.prefix),
-        )
-        return inner.topk_indices_buffer
+        return run_indexer(self.inner, hidden_states, qr, positions, rotary_emb)
+
+
+def run_indexer(
+    indexer: Any,  # noqa: ANN401 - of one of vLLM's classes
+    hidden_states: Tensor,
+    qr: Tensor,
+    positions: Tensor,
+    rotary_emb: RotaryEmbeddingBase,
+    *,
+    rope_first: bool = True,
+) -> Tensor:
+    """Project the inputs of a layer by vLLM's weights, and select keys for its tokens.
+
+    Args:
+        indexer: vLLM's, with its weights, its cache and the buffer of selected positions.
+        hidden_states, qr, positions, rotary_emb: as in :meth:`SparseMLAIndexer.forward`.
+        rope_first: RoPE rotates the first dims of heads and keys, not the last.
+
+    Returns:
+        The buffer, int32; its first T rows are new.
+    """
+    q = indexer.wq_b(qr)[0].view(-1, indexer.n_head, indexer.head_dim)
+    k, weights = indexer.wk_weights_proj(hidden_states)[0].split(
+        [indexer.head_dim, indexer.n_head], dim=-1
+    )
+    buffer: Tensor = indexer.topk_indices_buffer
+    torch.ops.vllm.sparsemla_indexer(
+        positions,
+        q,
+        k,
+        weights,
+        indexer.k_norm.weight,
+        indexer.k_norm.bias,
+        indexer.k_norm.eps,
+        rotary_emb.cos_sin_cache,
+        not rotary_emb.is_neox_style,
+        rope_first,
+        buffer,
+        indexer.topk_tokens,
+        _encode_layer_name(indexer.k_cache.prefix),
+    )
+    return buffer
 
 
 def index_cache_backend() -> type[IndexerBackend]:
@@ -432,6 +466,7 @@ def _indexer(
     norm_eps: float,
     cos_sin_cache: Tensor,
     interleaved: bool,
+    rope_first: bool,
     topk_indices_buffer: Tensor,
     topk: int,
     layer_name: LayerNameType,
@@ -463,6 +498,7 @@ def _indexer(
         slot_mapping=metadata.slot_mapping,
         eps=norm_eps,
         interleaved=interleaved,
+        rope_first=rope_first,
         out=q_fp8[:tokens],
         weights_out=head_weights[:tokens],
     )

@@ -34,20 +34,16 @@ OWN_ATTENTION = {
 }
 """Models that ignore ``CUSTOM``, by architecture."""
 
-OWN_INDEXER = {
-    "DeepseekV41ForCausalLM": "selects from candidate blocks",
-    "Dots3NoteForCausalLM": "reads the indexer in its attention",
-    "Dots3NoteMTPModel": "reads the indexer in its attention",
-    "HYV4ForCausalLM": "has an indexer class of its own",
-    "HYV4MTPModel": "has an indexer class of its own",
-}
+OWN_INDEXER = {"DeepseekV41ForCausalLM": "selects from candidate blocks"}
 """Models with an indexer that is not replaced, by architecture."""
 
 DEEPSEEK_V32 = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32MTPModel")
 GLM5_NEXT = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration", "Glm5NextMTPModel")
 """GLM-5.3-Flash."""
 HY_V4 = ("HYV4ForCausalLM", "HYV4MTPModel")
-"""Hunyuan V4, whose indexer stays vLLM's."""
+"""Hunyuan V4."""
+DOTS3_NOTE = ("Dots3NoteForCausalLM", "Dots3NoteMTPModel")
+"""Dots3Note, whose attention stays vLLM's."""
 DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel")
 DSPARK = "DSparkDraftModel"
 """DSpark's drafts of DeepSeek-V4, which share the layout of its caches."""
@@ -90,7 +86,7 @@ def indexer_is_named() -> bool:
 
 
 def indexer_is_active() -> bool:
-    """Whether models get this package's indexer: DeepSeek-V3.2, GLM-5 and GLM-5.3-Flash."""
+    """Whether models get this package's indexer."""
     from vllm.config import CompilationConfig
 
     return OPERATOR in CompilationConfig._attention_ops
@@ -294,7 +290,8 @@ def refuse(config: VllmConfig) -> None:
             "sparsemla: vLLM takes its own attention backend on XPU; serve without the attention "
             "backend CUSTOM"
         )
-    indexed = has_indexer and (models | drafts) & {*DEEPSEEK_V32, *GLM5_NEXT}
+    replaced = {*DEEPSEEK_V32, *GLM5_NEXT, *HY_V4, *DOTS3_NOTE}
+    indexed = has_indexer and (models | drafts) & replaced
     if (served or indexed) and current_platform.is_rocm():
         raise ValueError(
             "sparsemla: on ROCm vLLM has sparse attention of its own, and on gfx942 it writes "
@@ -302,17 +299,11 @@ def refuse(config: VllmConfig) -> None:
             f"without the attention backend CUSTOM and without {INDEXER_PLUGIN} in VLLM_PLUGINS"
         )
     gpu = unserved_gpu()
-    indexed_models = served & {*DEEPSEEK_V32, *GLM5_NEXT}
+    indexed_models = served & {*DEEPSEEK_V32, *GLM5_NEXT, *HY_V4}
     if gpu and indexed_models and not indexer_is_active():
         raise ValueError(
             f"sparsemla: vLLM's indexer of {' and '.join(sorted(indexed_models))} has no kernels "
             f"for {gpu}; unset VLLM_PLUGINS, or name {INDEXER_PLUGIN} in it"
-        )
-    if gpu and served & set(HY_V4):
-        raise ValueError(
-            f"sparsemla: vLLM's indexer of {' and '.join(sorted(served & set(HY_V4)))} has no "
-            f"kernels for {gpu}, and this package does not replace it; its attention needs sm_90 "
-            "or newer"
         )
     if permits_fp8_mma() and not served:
         raise ValueError(
@@ -381,7 +372,8 @@ def _refuse_example_connector(config: VllmConfig, in_target: bool) -> None:
     transfer, model = config.kv_transfer_config, config.model_config
     if transfer is None or model is None or model.is_submodel_config:
         return
-    indexed = set(model.architectures) & {*DEEPSEEK_V32, *GLM5_NEXT, *HY_V4, *DEEPSEEK_V4}
+    known = {*DEEPSEEK_V32, *GLM5_NEXT, *HY_V4, *DOTS3_NOTE, *DEEPSEEK_V4}
+    indexed = set(model.architectures) & known
     ours = in_target or indexer_is_named()
     if indexed and ours and transfer.has_connector(EXAMPLE_CONNECTOR):
         raise ValueError(

@@ -480,6 +480,24 @@ GLM5_NEXT = INDEXER + _rows(
     """
 )
 
+HY_V4 = INDEXER + _rows(
+    """
+    vllm.models.hy_v4.nvidia:
+        attention: exchanged class of indexers
+            HYV4MLAAttention Indexer
+        model: base class
+            HYV4ForCausalLM
+        mtp: base class of drafts
+            HYV4MTP
+    vllm.models.hy_v4.nvidia.attention:
+        HYV4MLAAttention: layers with an indexer
+            indexer indexer_rope_emb
+        Indexer: base class: weights and cache of the indexer
+            forward head_dim k_cache k_norm n_head topk_indices_buffer topk_tokens vllm_config
+            wk_weights_proj wq_b
+    """
+)
+
 DEEPSEEK_V4 = INDEXER + _rows(
     """
     vllm.model_executor.warmup.jit_warmup:
@@ -565,6 +583,7 @@ SURFACE = {
     "deepseek_v4": DEEPSEEK_V4,
     "host": HOST,
     "host_attention": HOST,
+    "hy_v4": HY_V4,
     "indexer": INDEXER,
     "nvidia": NVIDIA,
     "pooled": GLM5_NEXT,

@@ -74,11 +74,17 @@ def register_attention(impl: type) -> None:
 
 
 def register_indexer(
-    config: VllmConfig, index_heads: int, topk: int, rotary: RotaryEmbeddingBase
+    config: VllmConfig,
+    index_heads: int,
+    topk: int,
+    rotary: RotaryEmbeddingBase,
+    *,
+    rope_first: bool = True,
 ) -> None:
-    """Register the kernels of an indexer with this rotary embedding."""
+    """Register the kernels of an indexer with this rotary embedding of its first or last dims."""
     table = rotary.cos_sin_cache
-    facts = index_heads, topk, not rotary.is_neox_style, table.shape[0], table.dtype
+    rotates = not rotary.is_neox_style, rope_first
+    facts = index_heads, topk, *rotates, table.shape[0], table.dtype
     JitWarmupRegistry.register(KERNELS, config, index_layers, facts)
 
 
@@ -132,6 +138,7 @@ def index_layers(
     index_heads: int,
     topk: int,
     interleaved: bool,
+    rope_first: bool,
     max_positions: int,
     table_dtype: torch.dtype,
 ) -> Iterator[Serving | ShardedIndex]:
@@ -149,6 +156,7 @@ def index_layers(
                 index_page_stride=stride,
                 max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
                 interleaved=interleaved,
+                rope_first=rope_first,
                 max_positions=max_positions,
                 table_dtype=table_dtype,
                 **limits | {"max_requests": most_requests},
