@@ -4,7 +4,8 @@ The model is the DeepSeek-V3.2 of :mod:`sparsemla_lab.testing.models`, or with `
 deepseek_v4`` the DeepSeek-V4 of :mod:`sparsemla_lab.testing.models_v4`: it copies from its context
 and is sure of it. With ``--model glm5_next`` it is the GLM-5.3-Flash of
 :mod:`sparsemla_lab.testing.models_glm5`, without hyper-connections, which finds tokens by content,
-and is compared with transformers' class.
+and is compared with transformers' class. With ``--model hy_v4`` it is a Hunyuan V4 with sinks,
+gates and hyper-connections, which copies like DeepSeek-V3.2.
 
 Every mode serves the model in a process of its own, with prompts that are longer than a selection,
 chunked prefills, and batches of prefills and decodes. Then tokens and log-probabilities are
@@ -17,7 +18,8 @@ and ``eagle`` have them from a layer or model of its own, and ``async`` schedule
 last one. ``weights fp8`` and ``weights int4`` are quantised, ``lora`` adds an adapter, ``sleep``
 answers after the engine has slept, and ``reload`` after other weights were replaced. In ``shared``
 modes a GLM-5.2 selects in some layers only. ``records`` writes the selections of each request,
-which are compared with those of transformers' model over the same tokens.
+which are compared with those of transformers' model over the same tokens. ``dspark`` drafts blocks
+of DeepSeek-V4's tokens.
 
 Modes with ``tp2`` share the heads between two GPUs, those with ``tp2 rows`` also the rows of all
 prefills in the indexer, those with ``dcp2`` the contexts, too, those with ``pcp2`` the tokens of
@@ -137,6 +139,7 @@ class Mode:
 BOTH = "sparsemla,sparsemla_indexer"
 V4: dict[str, Any] = {"cache": "fp8", "model": "deepseek_v4"}
 GLM: dict[str, Any] = {"model": "glm5_next"}
+HY: dict[str, Any] = {"model": "hy_v4"}
 TP2: dict[str, Any] = {"gpus": 2}
 DCP2: dict[str, Any] = {"gpus": 2, "dcp": 2}
 TP4: dict[str, Any] = {"gpus": 4}
@@ -180,6 +183,11 @@ EAGLE: dict[str, Any] = {
         "num_speculative_tokens": 2,
         "attention_backend": "TRITON_MLA",  # its layer is dense
     }
+}
+BLOCKS: dict[str, Any] = {
+    "weights": "dspark",
+    # The last one of a block finds a part of its token in the block's first.
+    "more": {"speculative_config": {"method": "dspark", "num_speculative_tokens": 6}},
 }
 # DeepGEMM would compile a kernel for most shapes and sizes of steps.
 FP8: dict[str, Any] = {"weights": "fp8", "more": {"linear_backend": "triton"}}
@@ -305,6 +313,17 @@ MODES = {
     "v4, tp8": Mode("sparsemla", "CUSTOM", **V4, **TP8),
     "v4, graphs, tp2": Mode("sparsemla", "CUSTOM", graphs=True, **V4, **TP2),
     "v4, graphs, tp2 rows": Mode("sparsemla", "CUSTOM", graphs=True, divides=True, **V4, **TP2),
+    "v4, no drafts": Mode("sparsemla", "CUSTOM", weights="dspark", **V4),
+    "v4, dspark": Mode("sparsemla", "CUSTOM", **V4, **BLOCKS),
+    "v4, graphs, dspark": Mode("sparsemla", "CUSTOM", graphs=True, **V4, **BLOCKS),
+    "v4, vllm, dspark": Mode("", "FLASHMLA_SPARSE_DSV4", **V4, **BLOCKS),
+    "hy, vllm": Mode("", "FLASHMLA_SPARSE", **HY),
+    "hy, vllm, bf16": Mode("", "FLASHMLA_SPARSE", cache="bfloat16", **HY),
+    "hy, attention": Mode("sparsemla", "CUSTOM", **HY),
+    "hy": Mode(BOTH, "CUSTOM", **HY),
+    "hy, graphs": Mode(BOTH, "CUSTOM", graphs=True, **HY),
+    "hy, bf16": Mode(BOTH, "CUSTOM", cache="bfloat16", **HY),
+    "hy, as sm_80": Mode(BOTH, "CUSTOM", **HY, **SM_80),
     "glm, transformers": Mode("", None, transformers=True, **GLM),
     "glm": Mode(BOTH, "CUSTOM", **GLM),
     "glm, graphs": Mode(BOTH, "CUSTOM", graphs=True, **GLM),
@@ -397,6 +416,14 @@ PAIRS = (
     ("v4, tp8", "v4"),
     ("v4, graphs, tp2", "v4, graphs"),
     ("v4, graphs, tp2 rows", "v4, graphs, tp2"),
+    ("v4, dspark", "v4, no drafts"),
+    ("v4, graphs, dspark", "v4, no drafts"),
+    ("v4, vllm, dspark", "v4, dspark"),
+    ("hy, attention", "hy, vllm"),
+    ("hy", "hy, vllm"),
+    ("hy, graphs", "hy, vllm"),
+    ("hy, bf16", "hy, vllm, bf16"),
+    ("hy, as sm_80", "hy"),
     ("glm", "glm, transformers"),
     ("glm, graphs", "glm, transformers"),
     ("glm, bf16", "glm, transformers"),
@@ -458,34 +485,36 @@ all-reduce where that is installed. No variable turns it off, but ``trtllm`` nee
 def make_model(
     folder: Path, model_type: str = "deepseek_v32", seed: int = 0, **fields: object
 ) -> None:
-    """Write the model, with the head that copies louder than the rest."""
+    """Write the model."""
+    loud_copying_model(model_type, seed, **fields).save_pretrained(folder)
+
+
+def loud_copying_model(model_type: str, seed: int = 0, **fields: object) -> Any:  # noqa: ANN401
+    """A model of transformers with the head that copies louder than the rest."""
     from sparsemla_lab.testing.models import copying_model
 
-    model = copying_model(
-        model_type,
-        seed=seed,
-        dtype=torch.bfloat16,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        num_hidden_layers=3,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        intermediate_size=1024,
-        max_position_embeddings=4096,
-        q_lora_rank=256,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=VALUE,
-        index_topk=512,
-        index_n_heads=32,
-        index_head_dim=128,
-        bos_token_id=0,
-        eos_token_id=1,
-        tie_word_embeddings=False,
-        **fields,
-    )
+    settings: dict[str, Any] = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 3,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 4096,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": VALUE,
+        "index_topk": 512,
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+    }
+    model = copying_model(model_type, seed=seed, dtype=torch.bfloat16, **settings | fields)
     with torch.no_grad():
         layers = model.model.layers
         layers[0].self_attn.q_b_proj.weight.view(HEADS, -1, 256)[0, 128:, 0] *= 2.5
@@ -497,7 +526,7 @@ def make_model(
             heads[:, 1:] *= 0.3
             heads[:, :1] *= 0.3 if number else 2.0
         model.lm_head.weight *= 1 / 16  # logits of the size of a trained model's
-    model.save_pretrained(folder)
+    return model
 
 
 GLM_52: dict[str, Any] = {
@@ -516,19 +545,30 @@ CHECKPOINTS: dict[str, Callable[[Path, Path], None]] = {
         folder, **GLM_52, index_topk_freq=2, index_skip_topk_offset=1
     ),
     "shared FSS": lambda _, folder: make_model(folder, **GLM_52, index_topk_pattern="FSS"),
+    "dspark": lambda _, folder: make_v4_model(folder, drafts=True),
 }
-"""What writes a checkpoint of DeepSeek-V3.2 from the folder of the model."""
+"""What writes another checkpoint from the folder of the model."""
 
 
-def make_v4_model(folder: Path) -> None:
-    """Write a DeepSeek-V4 with the heads, the hidden size and the dims of V4-Flash's attention."""
+def make_v4_model(folder: Path, *, drafts: bool = False) -> None:
+    """Write a DeepSeek-V4 with the heads, the hidden size and the dims of V4-Flash's attention.
+
+    One with DSpark's layer for drafts looks less far back, so that a window has what it copies.
+    """
     from safetensors.torch import save_file
 
-    from sparsemla_lab.testing.models_v4 import compressed_copying_model, published_weights
+    from sparsemla_lab.testing.models_v4 import (
+        DSPARK,
+        compressed_copying_model,
+        published_drafts,
+        published_weights,
+    )
 
+    far = 100 if drafts else 150
     model = compressed_copying_model(
         head_dim=512,
         rope_dim=64,
+        far=far,
         dtype=torch.bfloat16,
         hidden_size=4096,
         num_attention_heads=64,
@@ -545,8 +585,38 @@ def make_v4_model(folder: Path) -> None:
     )
     folder.mkdir(parents=True, exist_ok=True)
     model.config.architectures = [type(model).__name__]
+    weights = published_weights(model)
+    if drafts:
+        model.config.update(DSPARK)
+        weights |= published_drafts(model, far)
     model.config.save_pretrained(folder)
-    save_file(published_weights(model), folder / "model.safetensors", {"format": "pt"})
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def make_hy_model(folder: Path) -> None:
+    """Write a Hunyuan V4 with sinks, gates and its hyper-connections, whose last layer shares."""
+    from safetensors.torch import save_file
+
+    from sparsemla_lab.testing.models import published_hy_v4
+
+    model = loud_copying_model(
+        "hy_v4",
+        index_topk=512,
+        index_n_heads=16,
+        indexer_types=["full", "full", "shared"],
+        layer_types=["deepseek_sparse_attention"] * 3,
+        mlp_layer_types=["dense"] * 3,
+        hc_mult=4,
+    )
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # Beside those of other heads than the first, whose scores are far larger.
+            layer.self_attn.sinks.copy_(torch.linspace(0, 8, HEADS))
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {"architectures": ["HYV4ForCausalLM"], "dtype": "bfloat16"}
+    text = model.config.to_dict() | fields | {"num_nextn_predict_layers": 0}
+    (folder / "config.json").write_text(json.dumps(text))
+    save_file(published_hy_v4(model), folder / "model.safetensors", {"format": "pt"})
 
 
 def glm_model() -> Any:  # noqa: ANN401 - of transformers
@@ -655,6 +725,9 @@ class Served:
 SERVED = {
     "deepseek_v32": Served(
         make_model, partial(random_prompt, vocabulary=VOCABULARY), LENGTHS, 4096, 64, 1024
+    ),
+    "hy_v4": Served(
+        make_hy_model, partial(random_prompt, vocabulary=VOCABULARY), LENGTHS, 4096, 64, 1024
     ),
     "glm5_next": Served(
         make_glm_model, glm_prompt, (1500, 700, 64, 2047, 900, 3000), 4096, None, 1024
@@ -841,7 +914,7 @@ Streams = tuple[Tensor, ...]
 def exchange_hyper_connections() -> None:
     """Let vLLM's class of DeepSeek-V4 compute its hyper-connections in PyTorch, not in TileLang."""
     from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_torch
-    from vllm.models.deepseek_v4.nvidia import model
+    from vllm.models.deepseek_v4.nvidia import dspark, model
 
     def pre(streams: Tensor, *rest: Number, norm_weight: Tensor, norm_eps: float) -> Streams:
         *mixes, x = mhc_pre_torch(streams, *rest)
@@ -868,8 +941,9 @@ def exchange_hyper_connections() -> None:
     model.mhc_pre_tilelang = pre
     model.mhc_pre_broadcast_tilelang = first
     model.mhc_fused_post_pre_tilelang = between
-    model.mhc_post_tilelang = mhc_post_torch
-    model.hc_head_fused_kernel_tilelang = last
+    for module in (model, dspark):
+        module.mhc_post_tilelang = mhc_post_torch
+        module.hc_head_fused_kernel_tilelang = last
 
 
 def serve(mode: Mode, model: Path, result: Path) -> None:

@@ -181,6 +181,10 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     ]
     older = select_modes("deepseek_v4", None, 1, (), acting_as="sm_89")
     assert older == ["v4", "v4, as sm_89", "v4, as sm_89, graphs"]
+    drafting = select_modes("deepseek_v4", None, 1, (), ["v4, dspark", "v4, vllm, dspark"])
+    assert drafting == ["v4, no drafts", "v4, dspark", "v4, vllm, dspark"]
+    served = ["hy, vllm", "hy, vllm, bf16", "hy, attention", "hy", "hy, graphs", "hy, bf16"]
+    assert select_modes("hy_v4", None, 1, ()) == served
     assert capsys.readouterr().out == ""
 
 

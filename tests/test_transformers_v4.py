@@ -28,7 +28,12 @@ transformers = pytest.importorskip("transformers")
 
 from sparsemla.backends.transformers import deepseek_v4, enable  # noqa: E402
 from sparsemla_lab.testing.models import copying_model  # noqa: E402
-from sparsemla_lab.testing.models_v4 import compressed_copying_model, copied_tokens  # noqa: E402
+from sparsemla_lab.testing.models_v4 import (  # noqa: E402
+    compressed_copying_model,
+    copied_tokens,
+    draft_layer,
+    markov_weights,
+)
 
 SLIDING, CSA, HCA = 0, 4, 128
 MIXED = [SLIDING, CSA, HCA, CSA]
@@ -259,6 +264,28 @@ def right(model: Any, text: Tensor) -> Tensor:
     """Whether each of the 512 tokens is the most likely one after those before it."""
     logits = model(text[:, :-1]).logits[:, 199:]
     return logits.argmax(-1) == text[:, 200:]
+
+
+def test_drafting_layers_find_what_the_model_finds():
+    """Those of DSpark, but for a token behind each window: then another is the latest."""
+    far = 100
+    model = compressed_copying_model(far=far, o_lora_rank=16)
+    ids = tokens(1, 200)
+    for _ in range(256):
+        ids = torch.cat([ids, copied_tokens(ids, far)[:, -1:]], dim=1)
+    drafting = copy.deepcopy(model)
+    drafting.model.layers = torch.nn.ModuleList([draft_layer(model, far)])
+    before, after = markov_weights(256)
+    with torch.no_grad():
+        assert right_of(model(ids[:, :-1]).logits, ids).all()
+        logits = drafting(ids[:, :-1]).logits + before[ids[:, :-1]] @ after.T
+    wrong = (~right_of(logits, ids)).nonzero()[:, 1] + 200
+    assert set(wrong.tolist()) <= {200, 256, 384}  # the first behind a window
+
+
+def right_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """Whether each token from the 200th on is the most likely one."""
+    return logits[:, 199:].argmax(-1) == ids[:, 200:]
 
 
 def test_512_tokens_equal_eager_attention(model, text, device):

@@ -90,7 +90,7 @@ from sparsemla.kernels.attention import schedule
 from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import Tolerance, assert_close, assert_equal
-from sparsemla_lab.testing.models_v4 import published_weights
+from sparsemla_lab.testing.models_v4 import DSPARK, published_drafts, published_weights
 from vllm_layers import CachedLayers, positions_of
 
 pytestmark = [
@@ -792,6 +792,20 @@ def test_the_model_reads_published_weights(build_model, model_config):
     assert_equal("bias", compressor.ape, theirs.compressor.position_bias)
     norm = theirs.compressor.indexer.kv_norm.weight.bfloat16()
     assert_equal("norm", model.model.layers[1].attn.indexer.compressor.norm.weight, norm)
+
+
+def test_drafts_read_published_weights(build_model, model_config):
+    """As `benchmarks/vllm_engine.py` writes them for DSpark."""
+    found = copy.deepcopy(model_config.hf_config)
+    for name, value in DSPARK.items():
+        setattr(found, name, value)
+    speculative = dspark(draft_model_config=SimpleNamespace(hf_config=found))
+    model = build_model("CUSTOM", settings.DSPARK, speculative)
+    weights = published_drafts(DeepseekV4ForCausalLM(model_config.hf_config), far=100)
+    assert all(name.startswith("mtp.0.") for name in weights)
+    loaded = model.load_weights((name, x) for name, x in weights.items() if ".ffn." not in name)
+    shared = {"lm_head.weight", "model.embed_tokens.weight"}
+    assert loaded | shared == {name for name, _ in model.named_parameters()}
 
 
 def test_the_model_has_our_layers_exactly_if_the_backend_is_custom(build_model, monkeypatch):

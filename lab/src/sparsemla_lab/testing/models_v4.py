@@ -7,8 +7,10 @@ distance: the score of a key then depends on its distance alone.
 
 from __future__ import annotations
 
+import copy
 import math
 import re
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +38,7 @@ def compressed_copying_model(
     *,
     head_dim: int = 64,
     rope_dim: int = 32,
+    far: int = 150,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     **sizes: object,
@@ -46,7 +49,7 @@ def compressed_copying_model(
     ``p`` has, modulo 4::
 
         a = 1 + part a at p - 37     layer 0: a raw row, whose RoPE dims are the value
-        b = 1 + part b at p - 150    layer 1, heads 0 to 3: an entry of 4 tokens
+        b = 1 + part b at p - far    layer 1, heads 0 to 3: an entry of 4 tokens
         c = 1 + part c at slot 77 of the latest complete window    layer 2: an entry of 128 tokens
         d = 1 + part d at p - 5      layer 1, heads 4 to 7: an entry of 4 tokens
 
@@ -58,6 +61,7 @@ def compressed_copying_model(
     Args:
         head_dim: D, at least 32 more than rope_dim.
         rope_dim: R.
+        far: distance of part b; at most 127 if a window of raw rows must have it.
         seed: seed of the random weights: MLPs, gates, hyper-connections.
         dtype: dtype of the finished model.
         sizes: fields of the configuration that replace the defaults.
@@ -112,7 +116,7 @@ def compressed_copying_model(
             )
         window, csa, hca = (layer.self_attn for layer in model.model.layers)
         _read_raw_row(window, rotary.main_inv_freq.float())
-        _read_short_entries(csa, rotary.compress_inv_freq.float())
+        _read_short_entries(csa, rotary.compress_inv_freq.float(), far)
         _read_latest_entry(hca, rotary.compress_inv_freq.float())
     return model
 
@@ -126,11 +130,11 @@ def parts_of(tokens: Tensor) -> Tensor:
     return torch.stack([tokens // PART**power % PART for power in (3, 2, 1, 0)], -1)
 
 
-def copied_tokens(ids: Tensor) -> Tensor:
+def copied_tokens(ids: Tensor, far: int = 150) -> Tensor:
     """The token after each position of ``ids [..., n]`` from :data:`FIRST_COPIED` on."""
     at = torch.arange(FIRST_COPIED, ids.shape[-1], device=ids.device)
     latest = ((at + 1) // 128 - 1) * 128 + 77
-    sources = torch.stack([at - 37, at - 150, latest, at - 5])
+    sources = torch.stack([at - 37, at - far, latest, at - 5])
     a, b, c, d = ((parts_of(ids[..., row])[..., i] + 1) % PART for i, row in enumerate(sources))
     return ((a * PART + b) * PART + c) * PART + d
 
@@ -166,8 +170,65 @@ PUBLISHED = (
 
 def published_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights of a DeepSeek-V4 by the names of published checkpoints, which vLLM reads."""
+    return _published(model.state_dict())
+
+
+def draft_layer(model: PreTrainedModel, far: int) -> Module:
+    """A layer for DSpark's drafts: parts a, b and d of the next token, from raw rows of the window.
+
+    Args:
+        model: a :func:`compressed_copying_model` of this ``far``; its layer 0 is copied.
+        far: at most 127.
+    """
+    base: Any = model.model
+    with torch.no_grad():
+        layer = copy.deepcopy(base.layers[0])
+        frequencies = base.rotary_emb.main_inv_freq.float()
+        _read_window(layer.self_attn, frequencies, {0: 37, 1: far, 3: 5})
+    return layer
+
+
+def markov_weights(vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Of DSpark's head: it gives a token the part c of the one before, ``[vocab_size, rank]`` each.
+
+    That part changes with the latest complete window only.
+    """
+    part = one_hot(parts_of(torch.arange(vocab_size))[:, 2], MARKOV_RANK).float()
+    return part, 60 * part  # more than noise, less than a part that is found
+
+
+MARKOV_RANK = 16
+DSPARK = {
+    "n_mtp_layers": 1,
+    "dspark_target_layer_ids": [0],
+    "dspark_markov_rank": MARKOV_RANK,
+    "dspark_noise_token_id": 0,
+    "enable_confidence_head": False,
+}
+"""Fields of a configuration with the weights of :func:`published_drafts`."""
+
+
+def published_drafts(model: PreTrainedModel, far: int) -> dict[str, Tensor]:
+    """The weights of DSpark's drafts of a :func:`compressed_copying_model`, by published names.
+
+    They see the hidden states behind layer 0 of the model, which still have a token's parts.
+    """
+    layer, weights = draft_layer(model, far), published_weights(model)
+    own = _published({f"model.layers.0.{name}": x for name, x in layer.state_dict().items()})
+    found = {name.removeprefix("layers.0."): weight for name, weight in own.items()}
+    found |= {name: x for name, x in weights.items() if name.startswith(("norm.", "hc_head_"))}
+    embeddings = weights["embed.weight"]
+    hidden = torch.ones(embeddings.shape[1], dtype=embeddings.dtype)
+    found |= {"main_proj.weight": hidden.diag(), "main_norm.weight": hidden}
+    for number, weight in enumerate(markov_weights(len(embeddings)), 1):
+        found[f"markov_head.markov_w{number}.weight"] = weight.to(embeddings.dtype)
+    return {f"mtp.0.{name}": weight.clone() for name, weight in found.items()}
+
+
+def _published(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of transformers by published names."""
     found: dict[str, Tensor] = {}
-    for name, weight in model.state_dict().items():
+    for name, weight in state.items():
         for pattern, replacement in PUBLISHED:
             name = re.sub(pattern, replacement, name)
         if ".experts." not in name:
@@ -200,15 +261,34 @@ def _read_raw_row(attention: Module, frequencies: Tensor, lag: int = 37) -> None
     attention.o_b_proj.weight[FOUND + torch.arange(PART), torch.arange(PART)] = 3 / size
 
 
-def _read_short_entries(attention: Module, frequencies: Tensor) -> None:
-    """Four heads each read part 1 of the token 150 back, or part 3 of the token 5 back."""
+def _read_window(attention: Module, frequencies: Tensor, lags: Mapping[int, int]) -> None:
+    """One head each reads a part of the token as far back as ``lags`` says, from its raw row."""
+    rope = attention.head_dim - 2 * len(frequencies)
+    pairs = torch.arange(2, len(frequencies))  # as in layer 0
+    sought = GAP / (1 - _nearest(frequencies[pairs]))
+    _look_for(attention.q_b_proj, [*lags.values()], frequencies, pairs, head_dim=attention.head_dim)
+    row = attention.kv_proj.weight.zero_()
+    row[torch.arange(4 * PART), GIVEN + torch.arange(4 * PART)] = 1
+    attention.kv_norm.weight.fill_(1)
+    size = _mark(attention, rope, pairs, sought, ones=4)
+    back, dims = _only_read(attention), torch.arange(PART)
+    rank, width = back.shape[1:3]
+    for head, part in enumerate(lags):
+        group, place = divmod(head, width)
+        back[group, PART * place + dims, place, PART * part + dims] = 1
+        read = rank * group + PART * place + dims
+        attention.o_b_proj.weight[FOUND + PART * part + dims, read] = 3 / size
+
+
+def _read_short_entries(attention: Module, frequencies: Tensor, far: int) -> None:
+    """Four heads each read part 1 of the token ``far`` back, or part 3 of the token 5 back."""
     compressor, indexer = attention.compressor, attention.compressor.indexer
     dim = attention.head_dim
     rope = dim - 2 * len(frequencies)
     pairs = (frequencies > 0.04).nonzero()[:, 0]
     nearest = _nearest(frequencies[pairs])
     sought = GAP / (1 - nearest)
-    lags = [lag + shift for lag in (150, 5) for shift in (0, 1, -2, -1)]
+    lags = [lag + shift for lag in (far, 5) for shift in (0, 1, -2, -1)]
     _look_for(attention.q_b_proj, lags, frequencies, pairs, head_dim=dim)
     attention.kv_proj.weight[rope:] = 0  # no head looks for raw rows
     attention.sinks.fill_(sought * (1 + nearest) / 2)
