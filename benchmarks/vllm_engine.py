@@ -5,7 +5,8 @@ deepseek_v4`` the DeepSeek-V4 of :mod:`sparsemla_lab.testing.models_v4`: it copi
 and is sure of it. With ``--model glm5_next`` it is the GLM-5.3-Flash of
 :mod:`sparsemla_lab.testing.models_glm5`, without hyper-connections, which finds tokens by content,
 and is compared with transformers' class. With ``--model hy_v4`` it is a Hunyuan V4 with sinks,
-gates and hyper-connections, which copies like DeepSeek-V3.2.
+gates and hyper-connections, which copies like DeepSeek-V3.2, and with ``--model dots3_note`` the
+layers of a Dots3Note that select tokens, whose attention is vLLM's in every mode.
 
 Every mode serves the model in a process of its own, with prompts that are longer than a selection,
 chunked prefills, and batches of prefills and decodes. Then tokens and log-probabilities are
@@ -52,6 +53,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import importlib
 import json
 import math
 import os
@@ -65,6 +67,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -140,6 +143,7 @@ BOTH = "sparsemla,sparsemla_indexer"
 V4: dict[str, Any] = {"cache": "fp8", "model": "deepseek_v4"}
 GLM: dict[str, Any] = {"model": "glm5_next"}
 HY: dict[str, Any] = {"model": "hy_v4"}
+DOTS: dict[str, Any] = {"model": "dots3_note", "cache": "bfloat16"}
 TP2: dict[str, Any] = {"gpus": 2}
 DCP2: dict[str, Any] = {"gpus": 2, "dcp": 2}
 TP4: dict[str, Any] = {"gpus": 4}
@@ -324,6 +328,9 @@ MODES = {
     "hy, graphs": Mode(BOTH, "CUSTOM", graphs=True, **HY),
     "hy, bf16": Mode(BOTH, "CUSTOM", cache="bfloat16", **HY),
     "hy, as sm_80": Mode(BOTH, "CUSTOM", **HY, **SM_80),
+    "dots, vllm": Mode("", "FLASH_ATTN_MLA_SPARSE", **DOTS),
+    "dots": Mode("sparsemla_indexer", "FLASH_ATTN_MLA_SPARSE", **DOTS),
+    "dots, graphs": Mode("sparsemla_indexer", "FLASH_ATTN_MLA_SPARSE", graphs=True, **DOTS),
     "glm, transformers": Mode("", None, transformers=True, **GLM),
     "glm": Mode(BOTH, "CUSTOM", **GLM),
     "glm, graphs": Mode(BOTH, "CUSTOM", graphs=True, **GLM),
@@ -424,6 +431,8 @@ PAIRS = (
     ("hy, graphs", "hy, vllm"),
     ("hy, bf16", "hy, vllm, bf16"),
     ("hy, as sm_80", "hy"),
+    ("dots", "dots, vllm"),
+    ("dots, graphs", "dots, vllm"),
     ("glm", "glm, transformers"),
     ("glm, graphs", "glm, transformers"),
     ("glm, bf16", "glm, transformers"),
@@ -619,6 +628,49 @@ def make_hy_model(folder: Path) -> None:
     save_file(published_hy_v4(model), folder / "model.safetensors", {"format": "pt"})
 
 
+def make_dots_model(folder: Path) -> None:
+    """Write a Dots3Note that selects in all layers: the model, with another norm and open gates."""
+    from safetensors.torch import load_file, save_file
+
+    make_model(folder)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    layers = {name.split(".self_attn.")[0] for name in weights if ".self_attn." in name}
+    for layer in layers:
+        gate = torch.zeros(HEADS, HIDDEN, dtype=torch.bfloat16)
+        gate[:, 0] = 1  # by the constant that every embedding has
+        weights[f"{layer}.self_attn.g_proj.weight"] = gate
+        norm = torch.full((64,), 4, dtype=torch.bfloat16)
+        weights[f"{layer}.self_attn.k_rope_only_layernorm.weight"] = norm
+    save_file(weights, path, {"format": "pt"})
+    fields = {
+        "architectures": ["Dots3NoteForCausalLM"],
+        "model_type": "dots3_note",
+        "layer_types": ["full_attention"] * 3,
+        "indexer_rope_interleave": False,
+        "attention_gate_type": "headwise",
+        "apply_mla_qkv_lora_rescale": False,
+        "swa_kv_lora_rank": 1024,
+        "swa_qk_rope_head_dim": 64,
+        "num_nextn_predict_layers": 0,
+    }
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+
+
+def serve_dots_layers() -> None:
+    """Let vLLM serve Dots3Note's language model alone, without the package of its encoders."""
+    import vllm
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    package = ModuleType("vllm.models.dots3_note")
+    package.__path__ = [str(Path(vllm.__file__).parent / "models" / "dots3_note")]
+    sys.modules[package.__name__] = package
+    model = importlib.import_module(f"{package.__name__}.nvidia.model")
+    name = "Dots3NoteForCausalLM"
+    ModelRegistry.register_model(name, model.Dots3NoteLanguageModelForCausalLM)
+
+
 def glm_model() -> Any:  # noqa: ANN401 - of transformers
     """A GLM-5.3-Flash with the dims of its attention and indexer, and plain residuals.
 
@@ -728,6 +780,9 @@ SERVED = {
     ),
     "hy_v4": Served(
         make_hy_model, partial(random_prompt, vocabulary=VOCABULARY), LENGTHS, 4096, 64, 1024
+    ),
+    "dots3_note": Served(
+        make_dots_model, partial(random_prompt, vocabulary=VOCABULARY), LENGTHS, 4096, 64, 1024
     ),
     "glm5_next": Served(
         make_glm_model, glm_prompt, (1500, 700, 64, 2047, 900, 3000), 4096, None, 1024
@@ -1044,6 +1099,8 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
     served = SERVED[mode.model]
     if mode.model == "deepseek_v4" and not has_tilelang():
         exchange_hyper_connections()
+    if mode.model == "dots3_note":
+        serve_dots_layers()
     llm = LLM(**engine_arguments(mode, model.parent / mode.weights))
     classes, *others = llm.apply_model(attention_classes)
     ours = any(name.startswith("sparsemla.") for name in classes)

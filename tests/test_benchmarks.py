@@ -185,6 +185,7 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     assert drafting == ["v4, no drafts", "v4, dspark", "v4, vllm, dspark"]
     served = ["hy, vllm", "hy, vllm, bf16", "hy, attention", "hy", "hy, graphs", "hy, bf16"]
     assert select_modes("hy_v4", None, 1, ()) == served
+    assert select_modes("dots3_note", None, 1, ()) == ["dots, vllm", "dots", "dots, graphs"]
     assert capsys.readouterr().out == ""
 
 

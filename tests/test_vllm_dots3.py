@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from vllm_here import require_vllm
 
@@ -20,9 +21,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import vllm
     from vllm import envs
-    from vllm.config import CompilationConfig, set_current_vllm_config
+    from vllm.config import CompilationConfig, ModelConfig, set_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.layers import mla
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from sparsemla.backends.vllm import indexer, register_indexer
@@ -81,15 +84,20 @@ class Attention(torch.nn.Module):
         return q.new_zeros(output_shape)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is built for the CPU")
-def test_attention_reads_what_the_indexer_selects(plain_vllm, model_config, monkeypatch):
-    config = engine_config(model_config, compilation_config=CompilationConfig(custom_ops=["none"]))
-    theirs = import_layers()
+@pytest.fixture
+def theirs(plain_vllm, monkeypatch):
+    """vLLM's module of the layers, with the plugin and without attention."""
+    module = import_layers()
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
     register_indexer()
-    for module in (mla, theirs):
-        name = "MLAAttention" if module is mla else "Dots3NotePaddedMLAAttention"
-        monkeypatch.setattr(module, name, Attention)
+    monkeypatch.setattr(mla, "MLAAttention", Attention)
+    monkeypatch.setattr(module, "Dots3NotePaddedMLAAttention", Attention)
+    return module
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the layer is built for the CPU")
+def test_attention_reads_what_the_indexer_selects(theirs, model_config):
+    config = engine_config(model_config, compilation_config=CompilationConfig(custom_ops=["none"]))
     buffer, target = torch.full((2, MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
         layer = theirs.Dots3NoteFullAttention(
@@ -120,3 +128,20 @@ def test_attention_reads_what_the_indexer_selects(plain_vllm, model_config, monk
         assert bool((kept.diff() > 0).all())
         assert kept[-1] < length
     assert torch.equal(target[:7], first)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model is built for the CPU")
+def test_the_model_reads_the_weights_that_the_benchmark_writes(theirs, tmp_path, monkeypatch):
+    import vllm_engine
+
+    vllm_engine.make_dots_model(tmp_path)
+    vllm_engine.serve_dots_layers()
+    monkeypatch.setattr(type(current_platform), "device_type", "cpu")
+    found = ModelConfig(model=str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
+    config = engine_config(found, compilation_config=CompilationConfig(custom_ops=["none"]))
+    made = ModelRegistry.models[found.architectures[0]].load_model_cls()
+    assert made is theirs.Dots3NoteLanguageModelForCausalLM
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        model = made(vllm_config=config)
+    loaded = model.load_weights(load_file(tmp_path / "model.safetensors").items())
+    assert loaded == {name for name, _ in model.named_parameters()}
