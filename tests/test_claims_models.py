@@ -1172,7 +1172,7 @@ def test_the_models_of_transformers() -> None:
 def test_the_models_of_engines() -> None:
     """The tables have the architectures that the plugins register, and the refused ones."""
     from sparsemla.backends.vllm import NVIDIA_MODELS, V4_MODELS
-    from sparsemla.backends.vllm.settings import GLM5_NEXT, HY_V4, OWN_ATTENTION, OWN_INDEXER
+    from sparsemla.backends.vllm.settings import GLM5_NEXT, HY_V4, OWN_ATTENTION
 
     def base(architectures: Iterable[str]) -> set[str]:
         """Without models that draft, which come with another one."""
@@ -1194,8 +1194,6 @@ def test_the_models_of_engines() -> None:
         assert refused[architecture] == OWN_ATTENTION[architecture]
     refused = {row[0]: row[2] for row in table if row[1] == "SGLang"}
     assert refused["Dots3NoteForCausalLM"] in page("src/sparsemla/backends/sglang/settings.py")
-    for architecture in base(OWN_INDEXER.keys() - OWN_ATTENTION.keys()):
-        assert [architecture, "vLLM, `sparsemla_indexer", OWN_INDEXER[architecture]] in table
 
 
 def test_rows_on_the_host() -> None:

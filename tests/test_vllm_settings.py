@@ -51,6 +51,7 @@ with warnings.catch_warnings():
     from sparsemla.backends.vllm import (
         attention,
         deepseek_v4,
+        deepseek_v41,
         host,
         host_attention,
         hy_v4,
@@ -106,6 +107,18 @@ V4 = {
     "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
+V41 = {
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "model_type": "deepseek_v41",
+    "torch_dtype": "bfloat16",
+    "text_config": V4
+    | {
+        "compress_ratios": [0, 2, 1],
+        "kv_source_layer_ids": [1, 2],
+        "index_source_layer_ids": [1, 2],
+        "candidate_source_layer_id": 2,
+    },
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,7 +130,7 @@ def registered():
 def models(tmp_path_factory):
     """The configuration of a model of each family."""
     made = {}
-    for name, text in {"v32": V32, "v4": V4}.items():
+    for name, text in {"v32": V32, "v4": V4, "v41": V41}.items():
         folder = tmp_path_factory.mktemp(name)
         (folder / "config.json").write_text(json.dumps(text))
         made[name] = ModelConfig(
@@ -192,6 +205,7 @@ REFUSED = {
     "attention": attention_refuses,
     "indexer": lambda config: message(indexer.refuse, config, 128),
     "v4": lambda config: message(deepseek_v4.refuse, config),
+    "v41": lambda config: message(deepseek_v41.refuse, config),
     "start": lambda config: message(settings.refuse, config),
 }
 
@@ -199,8 +213,9 @@ REFUSED = {
 def test_a_usual_configuration_is_served(configure):
     for where in ("attention", "indexer", "start"):
         assert REFUSED[where](configure()) == ""
-    for where in ("v4", "start"):
-        assert REFUSED[where](configure("v4")) == ""
+    for family in ("v4", "v41"):
+        for where in (family, "start"):
+            assert REFUSED[where](configure(family)) == ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +308,7 @@ SETTINGS = {
         "hash_block_size": FOUND,
         "cache_hit_alignment_tokens": FOUND,
         "kv_sharing_fast_prefill": MODEL,
-        "swa_bounded_replay": "of DeepSeek-V4.1, which is refused",
+        "swa_bounded_replay": "off in DeepSeek-V4.1 with CUSTOM, and has no effect elsewhere",
         "kv_cache_memory_bytes": SCHEDULER,
         "kv_offloading_size": VLLMS,  # connectors copy whole pages
         "kv_offloading_backend": VLLMS,
@@ -516,6 +531,13 @@ def test_the_length_from_which_rows_are_divided_is_served_where_it_counts(config
     assert [REFUSED["start"](each) for each in made] == ["", ""]
 
 
+def test_rows_of_deepseek_v41_are_not_divided(configure, monkeypatch):
+    made = configure("v41", **DIVIDING)
+    assert REFUSED["start"](made) == ""
+    monkeypatch.setenv("SPARSEMLA_DIVIDE_ROWS_FROM", "4096")
+    assert "has no effect on DeepSeek-V4.1, of which each rank" in REFUSED["start"](made)
+
+
 @pytest.mark.parametrize("value", ["", "0", "-1", "4k", "1.5", "\u0664"])
 def test_a_length_that_is_no_positive_integer_is_refused(configure, monkeypatch, value):
     made = configure(**DIVIDING)
@@ -556,6 +578,7 @@ def test_codes_of_another_e4m3_are_refused(configure, monkeypatch):
     [
         ("attention", "v32", ["kv_b_proj"]),
         ("v4", "v4", ["wo_a", "fused_wkv_wgate", "wkv", "wgate"]),
+        ("v41", "v41", ["wo_a", "fused_wkv_wgate", "wkv", "wgate"]),
     ],
 )
 def test_adapters_of_weights_that_are_read_directly_are_refused(configure, where, family, names):
@@ -619,17 +642,6 @@ def test_models_that_ignore_the_backend_are_refused(monkeypatch, architecture):
     assert message(settings.refuse, draft) == ""
 
 
-@pytest.mark.parametrize("architecture", settings.OWN_INDEXER)
-def test_models_with_another_indexer_are_refused(monkeypatch, architecture):
-    monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla", "sparsemla_indexer"], raising=False)
-    reason = f"sparsemla_indexer: {architecture} {settings.OWN_INDEXER[architecture]}; remove"
-    assert message(settings.refuse, named(plain(), architecture)).startswith(reason)
-    draft = named(plain(None, None, [architecture]), "DeepseekV32ForCausalLM")
-    assert message(settings.refuse, draft).startswith(reason)
-    monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla"], raising=False)
-    assert message(settings.refuse, named(plain(), architecture)) == ""
-
-
 def test_models_need_this_packages_indexer_where_vllms_has_no_kernels(monkeypatch):
     monkeypatch.setattr(envs, "VLLM_PLUGINS", None, raising=False)
     for architecture in settings.GLM5_NEXT + settings.HY_V4:
@@ -690,7 +702,8 @@ def test_deepseek_v4_stays_vllms_on_other_platforms(monkeypatch, platform):
     assert made == {"vllm.models.deepseek_v4"}
     plugins.register()
     made = {registry.ModelRegistry.models[each].module_name for each in plugins.V4_MODELS}
-    assert made == {"sparsemla.backends.vllm.deepseek_v4"}
+    ours = {"deepseek_v4", "deepseek_v41"}
+    assert made == {f"sparsemla.backends.vllm.{each}" for each in ours}
 
 
 def test_models_without_latent_attention_are_refused(monkeypatch):
@@ -704,10 +717,11 @@ def test_models_without_latent_attention_are_refused(monkeypatch):
     assert message(settings.refuse, named(plain(), "Qwen3ForCausalLM", use_mla=False)) == ""
 
 
-def test_deepseek_v4_gets_this_packages_indexer_or_stops(configure):
-    reason = REFUSED["start"](configure("v4", attention_config__backend=None))
-    assert "DeepSeek-V4 gets this package's indexer with --attention-backend CUSTOM" in reason
-    assert REFUSED["start"](configure("v4", ["sparsemla"], attention_config__backend=None)) == ""
+@pytest.mark.parametrize(("family", "name"), [("v4", "DeepSeek-V4"), ("v41", "DeepSeek-V4.1")])
+def test_deepseek_v4_gets_this_packages_indexer_or_stops(configure, family, name):
+    reason = REFUSED["start"](configure(family, attention_config__backend=None))
+    assert f"{name} gets this package's indexer with --attention-backend CUSTOM" in reason
+    assert REFUSED["start"](configure(family, ["sparsemla"], attention_config__backend=None)) == ""
 
 
 def test_fp8_mma_are_refused_where_this_packages_attention_does_not_convert_rows(
@@ -726,6 +740,17 @@ def test_fp8_mma_are_refused_where_this_packages_attention_does_not_convert_rows
     monkeypatch.setenv("SPARSEMLA_FP8_MMA", "fp8")
     reason = "sparsemla: SPARSEMLA_FP8_MMA must be 0 or 1, got 'fp8'"
     assert REFUSED["start"](usual) == reason
+
+
+def test_deepseek_v41_keeps_window_rows_in_the_prefix_cache_with_custom_only(models, monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla"], raising=False)
+    for backend in ("CUSTOM", None):
+        made = VllmConfig(
+            model_config=models["v41"],
+            device_config=DeviceConfig(device="cpu"),
+            attention_config=AttentionConfig(backend=backend),
+        )
+        assert made.cache_config.swa_bounded_replay is (backend is None)
 
 
 def test_the_start_is_checked_when_vllm_makes_its_configuration(models, monkeypatch):
@@ -785,8 +810,8 @@ def test_every_model_with_selected_positions_is_served_or_refused():
         files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
         if any("topk_indices_buffer" in file.read_text() for file in files):
             found.add(architecture)
-    others = settings.DEEPSEEK_V4 + settings.GLM5_NEXT + settings.HY_V4 + (settings.DSPARK,)
-    served = plugins.GENERIC_MODELS.keys() | {*others}
+    others = settings.DEEPSEEK_V4 + settings.DEEPSEEK_V41 + settings.GLM5_NEXT + settings.HY_V4
+    served = plugins.GENERIC_MODELS.keys() | {*others, settings.DSPARK}
     assert found == served | settings.OWN_ATTENTION.keys() | ASKING.keys()
     assert not ASKING.keys() & (served | settings.OWN_ATTENTION.keys())
     assert {*settings.DEEPSEEK_V32} == plugins.GENERIC_MODELS.keys()
@@ -827,6 +852,20 @@ READ = [
     "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention.forward_mqa",
     "vllm.models.deepseek_v4.nvidia.model:_select_dsv4_attn_cls",
     "vllm.models.deepseek_v4.nvidia.ops.o_proj:deep_gemm_fp8_o_proj",
+    "vllm.models.deepseek_v41.attention:DeepseekV4Attention.__init__",
+    "vllm.models.deepseek_v41.attention:DeepseekV4Attention._prepare_and_attn",
+    "vllm.models.deepseek_v41.attention:DeepseekV4Attention._run_parallel_input_projections",
+    "vllm.models.deepseek_v41.attention:DeepseekV4Attention._sparse_indexer_and_attn",
+    "vllm.models.deepseek_v41.attention:DeepseekV4Attention.forward",
+    "vllm.models.deepseek_v41.attention:DeepseekV4Indexer.__init__",
+    "vllm.models.deepseek_v41.attention:DeepseekV4Indexer.forward",
+    "vllm.models.deepseek_v41.common.ops.fused_compress_quant_cache:fused_save_compress_norm",
+    "vllm.models.deepseek_v41.common.ops.fused_compress_quant_cache:rope_quant_insert",
+    "vllm.models.deepseek_v41.common.ops.indexer_k_store:indexer_k_norm_rope_store",
+    "vllm.models.deepseek_v41.compressor:DeepseekCompressor.__init__",
+    "vllm.models.deepseek_v41.compressor:_ring_slot_mapping_kernel",
+    "vllm.models.deepseek_v41.nvidia.flashmla:DeepseekV4FlashMLAAttention._o_proj",
+    "vllm.models.deepseek_v41.nvidia.flashmla:DeepseekV4FlashMLAAttention.forward_mqa",
     "vllm.models.deepseek_v41.nvidia.model:_select_dsv4_attn_cls",
     "vllm.models.dots3_note.nvidia.model:Dots3NoteFullAttention.__init__",
     "vllm.models.dots3_note.nvidia.model:_forward_note_mla",
@@ -865,6 +904,7 @@ BODIES = Path(__file__).parent / "vllm_bodies.json"
 MODULES = (
     attention,
     deepseek_v4,
+    deepseek_v41,
     host,
     host_attention,
     hy_v4,

@@ -9,7 +9,6 @@ import contextlib
 import copy
 import inspect
 import json
-import math
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm
 
 from vllm_here import require_vllm
 
@@ -63,7 +61,7 @@ with warnings.catch_warnings():
     from vllm.platforms.interface import DeviceCapability
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.worker import workspace
-    from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
+    from vllm.v1.worker.workspace import init_workspace_manager
 
     from sparsemla.backends import vllm as plugins
     from sparsemla.backends.vllm import (
@@ -91,7 +89,7 @@ from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import Tolerance, assert_close, assert_equal
 from sparsemla_lab.testing.models_v4 import DSPARK, published_drafts, published_weights
-from vllm_layers import CachedLayers, positions_of
+from vllm_layers import CompressedLayers, like_a_gpu
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -156,25 +154,8 @@ def one_rank(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def like_a_gpu():
-    """What vLLM's class needs of a platform with streams, on the CPU."""
-    product = torch.mm
-
-    def mm(a, b, out_dtype=None):
-        return product(a, b) if out_dtype is None else product(a.to(out_dtype), b.to(out_dtype))
-
-    def norm(qr, kv, q_weight, kv_weight, eps):
-        rows = ((qr, q_weight), (kv, kv_weight))
-        return [rms_norm(x.float(), x.shape[-1:], w.float(), eps).to(x.dtype) for x, w in rows]
-
-    with pytest.MonkeyPatch.context() as change:
-        change.setattr(theirs, "fused_q_kv_rmsnorm", norm)  # interpreted, it takes a minute
-        change.setattr(type(current_platform), "device_type", "cpu")
-        change.setattr(torch.cuda, "Event", SimpleNamespace)
-        change.setattr(torch.cuda, "Stream", SimpleNamespace)
-        change.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        change.setattr(torch.accelerator, "empty_cache", lambda: None)
-        change.setattr(torch, "mm", mm)
+def on_the_cpu():
+    with like_a_gpu(theirs):
         yield
 
 
@@ -202,11 +183,8 @@ def config(model_config):
         yield config
 
 
-class Engine(CachedLayers):
+class Engine(CompressedLayers):
     """Layers of each kind, with the caches and the metadata that vLLM's runner makes for them.
-
-    Pages behind a window are given up as vLLM does it, and
-    hold NaN again.
 
     Args:
         config: vLLM's.
@@ -214,78 +192,14 @@ class Engine(CachedLayers):
     """
 
     def __init__(self, config, draw):
-        self.draw = draw
         buffer = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
         with set_default_torch_dtype(torch.bfloat16), deepseek_v4.exchanged():
             attention = nvidia_model._select_dsv4_attn_cls(config)
-            self.layers = nn.ModuleList(
+            layers = nn.ModuleList(
                 attention(config, f"model.layers.{i}.attn", buffer) for i in range(3)
             )
-        deepseek_v4.check_layers(self.layers)
-        for name, weight in self.layers.named_parameters():
-            scale = 1 if weight.dim() == 1 or name.endswith("ape") else weight.shape[-1] ** -0.5
-            weight.copy_(draw.normal(*weight.shape) * scale + name.endswith("norm.weight"))
-        parts = config.compilation_config.static_forward_context
-        specs = {name: part.get_kv_cache_spec(config) for name, part in parts.items()}
-        specs = {name: spec for name, spec in specs.items() if spec is not None}
-        super().__init__(config, draw, specs, 16 << 20)
-
-    def allocate(self, request, first, last):
-        """Pages for positions ``first .. last`` of a request in every group."""
-        for number, group in enumerate(self.caches.kv_cache_groups):
-            spec, _, row = self.row(number, request, self.config.model_config.max_model_len)
-            window = getattr(spec, "sliding_window", None)
-            behind = 0 if window is None else first - window + 1
-            for block in range(-(-last // spec.block_size)):
-                if (block + 1) * spec.block_size <= behind:
-                    if row[block]:
-                        for name in group.layer_names:
-                            self.parts[name].kv_cache[row[block]].view(torch.uint8).fill_(255)
-                        self.free.append(int(row[block]))
-                    row[block] = 0
-                elif not row[block]:
-                    row[block] = self.free.pop(0)
-
-    def step(self, chunks, padding=0, dummy=False, **options):
-        """Serve chunks ``(request, first, inputs [n, hidden])``, decodes first.
-
-        A dummy step has the pages of real requests, but no slots. Options are those of vLLM's
-        metadata.
-
-        Returns:
-            The outputs of each layer ``[n, hidden]`` for each chunk.
-        """
-        ends = [first + len(inputs) for _, first, inputs in chunks]
-        for (request, first, _), end in zip(chunks, ends, strict=True):
-            self.allocate(request, first, end)
-        counts = [len(inputs) for *_, inputs in chunks]
-        positions = positions_of(chunks, padding)
-        tables, slots = [], []
-        for group, table in zip(self.caches.kv_cache_groups, self.tables, strict=True):
-            size = group.kv_cache_spec.block_size
-            rows = [table[request] for request, *_ in chunks]
-            tables.append(torch.stack(rows + [torch.full_like(rows[0], -1)] * bool(padding)))
-            owner = torch.repeat_interleave(torch.tensor(counts))
-            real = positions[: len(owner)]
-            found = tables[-1][owner, real // size].long() * size + real % size
-            slots.append(torch.cat([found, found.new_full((padding,), -1)]))
-            if dummy:
-                slots[-1].fill_(-1)
-        buffer = torch.full((len(slots), MAX_TOKENS), -1)  # rows of vLLM's buffer are aligned
-        buffer[:, : len(positions)] = torch.stack(slots)
-        metadata = self.metadata(
-            counts, ends, positions, tables, buffer[:, : len(positions)], **options
-        )
-        x = torch.cat([inputs for *_, inputs in chunks])
-        x = torch.cat([x, x.new_full((padding, HIDDEN), math.nan)])
-        manager = current_workspace_manager()
-        manager.lock()  # as vLLM does it once graphs are captured
-        try:
-            with set_forward_context(metadata, self.config), torch.no_grad():
-                results = [layer(positions, x) for layer in self.layers]
-        finally:
-            manager.unlock()
-        return [result[: sum(counts)].split(counts) for result in results]
+        deepseek_v4.check_layers(layers)
+        super().__init__(config, draw, layers)
 
 
 def whole_request(layer, x, block=0):
@@ -423,24 +337,6 @@ def convert_from(monkeypatch):
     conversions.reserved_rows.cache_clear()
 
 
-def serve(engine, x, steps=STEPS):
-    """The outputs ``[layer][request]`` of each layer for whole requests."""
-    served = [0] * len(x)
-    found = [[[] for _ in x] for _ in engine.layers]
-    for number, step in enumerate(steps):
-        chunks = [(i, served[i], x[i][served[i] : served[i] + n]) for i, n in step]
-        if number % 2:  # other tokens first, as if they were rejected drafts
-            engine.step([(i, first, rows.flip(0) + 1) for i, first, rows in chunks])
-        padding = 3 if all(n == 1 for _, n in step) else 0
-        for results, outputs in zip(found, engine.step(chunks, padding), strict=True):
-            for (i, *_), output in zip(chunks, outputs, strict=True):
-                results[i].append(output)
-        for i, n in step:
-            served[i] += n
-    assert served == list(map(len, x))
-    return [[torch.cat(parts) for parts in results] for results in found]
-
-
 @pytest.mark.parametrize(
     ("min_tokens", "most_rows", "num_conversions"),
     [(1000, None, 0), (5, None, 21), (5, 170, 23)],
@@ -456,7 +352,7 @@ def test_steps_of_an_engine_agree_with_whole_requests(
     engine = Engine(config, Draw(0))
     assert engine.support == "ALWAYS"  # any batch can be captured in a graph
     x = [engine.draw.normal(length, HIDDEN).bfloat16() for length in LENGTHS]
-    found = serve(engine, x)
+    found = engine.serve(x, STEPS)
     for layer, results in zip(engine.layers, found, strict=True):
         for request, result in enumerate(results):
             expected = whole_request(layer, x[request])

@@ -58,8 +58,9 @@ V4_MODELS = {
     "DeepseekV4ForCausalLM": "sparsemla.backends.vllm.deepseek_v4:DeepseekV4ForCausalLM",
     "DeepSeekV4MTPModel": "sparsemla.backends.vllm.deepseek_v4:DeepSeekV4MTP",
     "DSparkDraftModel": "sparsemla.backends.vllm.deepseek_v4:DSparkDraft",
+    "DeepseekV41ForCausalLM": "sparsemla.backends.vllm.deepseek_v41:DeepseekV41ForCausalLM",
 }
-"""vLLM's classes of DeepSeek-V4, which ask for the attention backend."""
+"""vLLM's classes of DeepSeek-V4 and V4.1, which ask for the attention backend."""
 
 HY_V4_MODELS = {
     "HYV4ForCausalLM": "sparsemla.backends.vllm.hy_v4:HYV4ForCausalLM",
@@ -102,8 +103,8 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - of a module
 def register() -> None:
     """The plugin ``sparsemla``: register the attention backend under the name ``CUSTOM``.
 
-    DeepSeek-V4 asks for no backend, so its classes for NVIDIA are registered, too: with another
-    backend they build vLLM's model as it is.
+    DeepSeek-V4 and V4.1 ask for no backend, so their classes for NVIDIA are registered, too: with
+    another backend they build vLLM's model as it is.
 
     For another version of vLLM it only logs why not, since the engine may serve without it; a
     selection of ``CUSTOM`` then stops the engine.

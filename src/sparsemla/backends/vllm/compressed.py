@@ -1,13 +1,13 @@
 """What layers may ask of a GPU besides attention, for the warm-up. Imports nothing of vLLM.
 
-The layers of DeepSeek-V4, and of GLM-5.3-Flash the indexer and the writes of rows.
+The layers of DeepSeek-V4 and V4.1, and of GLM-5.3-Flash the indexer and the writes of rows.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -89,6 +89,7 @@ class CompressedLayer:
         max_seq_len: most tokens of a request.
         max_workspace_bytes: of :func:`sparsemla.indexer_topk`.
         converts: prefills may read converted rows.
+        format: of raw rows and entries.
     """
 
     ratio: int
@@ -114,6 +115,12 @@ class CompressedLayer:
     max_seq_len: int
     max_workspace_bytes: int
     converts: bool
+    format: CacheFormat = FP8_584
+
+    @property
+    def pools(self) -> bool:
+        """Whether the layer makes entries."""
+        return self.entries is not None
 
     def selections(self) -> list[Serving]:
         """The selection from index keys."""
@@ -134,7 +141,7 @@ class CompressedLayer:
                 if self.converts:
                     convert = functools.partial(self._convert, width, start)
                     yield Sweep(convert, self.max_tokens - start)
-        if self.entries is not None:
+        if self.pools:
             yield Sweep(self._pool, self.max_tokens)
         if self.keys is not None:
             yield Sweep(self._prepare, self.max_tokens)
@@ -176,7 +183,7 @@ class CompressedLayer:
             kv,
             self._table(),
             without_memory(kv.shape[1], dtype=torch.bfloat16),
-            self.raw.cache(FP8_584),
+            self.raw.cache(self.format),
             positions=without_memory(len(kv), dtype=torch.int64),
             slot_mapping=without_memory(len(kv), dtype=torch.int64),
             query_norm=True,
@@ -228,10 +235,10 @@ class CompressedLayer:
             slots = found[:, None]
         sparse_decode(
             self._q(tokens, 1),
-            self.raw.cache(FP8_584),
+            self.raw.cache(self.format),
             without_memory(tokens, 1, self.decode_rows),
             topk_lengths=without_memory(tokens),
-            extra_cache=None if self.entries is None else self.entries.cache(FP8_584),
+            extra_cache=None if self.entries is None else self.entries.cache(self.format),
             extra_topk_indices=slots,
             extra_topk_lengths=lengths,
             **self._shared(),
@@ -241,10 +248,10 @@ class CompressedLayer:
         slots = self._slots(width, start, tokens)
         sparse_prefill(
             self._q(start + tokens)[start:],
-            self.raw.cache(FP8_584),
+            self.raw.cache(self.format),
             without_memory(tokens, 1, self.window)[:, 0],
             topk_lengths=without_memory(tokens),
-            extra_cache=None if self.entries is None else self.entries.cache(FP8_584),
+            extra_cache=None if self.entries is None else self.entries.cache(self.format),
             extra_topk_indices=slots,
             extra_topk_lengths=None if slots is None else without_memory(tokens),
             out=self._q(start + tokens)[start:],
@@ -319,6 +326,86 @@ class CompressedLayer:
             format=INDEX_FP8,
             interleaved=True,
             rope_first=False,
+        )
+
+
+@dataclass(frozen=True)
+class SharedEntriesLayer(CompressedLayer):
+    """A layer of DeepSeek-V4.1, whose entries and selections may be another layer's.
+
+    Args:
+        owns_entries: it makes the entries, and the index keys if it has an indexer.
+        topk_blocks: blocks of index keys that it chooses or selects among; None for neither.
+        block_size: keys of a block.
+    """
+
+    owns_entries: bool = False
+    topk_blocks: int | None = None
+    block_size: int = 1
+
+    @property
+    def pools(self) -> bool:
+        """Whether the layer makes entries."""
+        return self.owns_entries
+
+    def selections(self) -> list[Serving]:
+        """The selection from index keys, and that of blocks and among blocks."""
+        chosen = super().selections()
+        if self.topk_blocks is None:
+            return chosen
+        blocks = {"topk_blocks": self.topk_blocks, "block_size": self.block_size}
+        return [replace(each, **blocks) for each in chosen]
+
+    def _write_rows(self, q: Tensor, kv: Tensor) -> None:
+        turning = q[..., -ROPE_DIM:]
+        fused_rope_rmsnorm_quant(
+            turning,
+            kv,
+            self._table(),
+            without_memory(kv.shape[1], dtype=torch.bfloat16),
+            self.raw.cache(self.format),
+            positions=without_memory(len(kv), dtype=torch.int64),
+            slot_mapping=without_memory(len(kv), dtype=torch.int64),
+            out=turning,
+        )
+
+    def _pool(self, tokens: int) -> None:
+        dim, pages = self.format.head_dim, cast("Pages", self.entries)
+        entries, requests = pages.cache(self.format), min(tokens, self.max_requests)
+        latent = without_memory(tokens, dim, dtype=torch.bfloat16)
+        if self.state is not None:
+            projected = without_memory(tokens, 2 * dim, dtype=torch.float32)
+            row = without_memory(1, ROPE_DIM, dtype=torch.float32)
+            pool_windows(
+                projected[:, :dim],
+                projected[:, dim:],
+                without_memory(dim, dtype=torch.bfloat16),
+                row.expand(self.max_seq_len + 1, -1),
+                self.state.state(dim),
+                entries,
+                pooling=Pooling(self.ratio),
+                positions=without_memory(tokens, dtype=torch.int64),
+                request_ids=without_memory(tokens),
+                input_row_offsets=without_memory(requests + 1),
+                ring_ids=without_memory(requests),
+                slot_mapping=without_memory(tokens, dtype=torch.int64),
+                kv_out=latent,
+            )
+        self._write_windows(latent, without_memory(dim, dtype=torch.float32), entries)
+        if self.keys is not None:
+            projected = without_memory(tokens, INDEX_FP8.head_dim, dtype=torch.bfloat16)
+            weight = without_memory(INDEX_FP8.head_dim, dtype=torch.bfloat16)
+            self._write_windows(projected, weight, self.keys.cache(INDEX_FP8))
+
+    def _write_windows(self, rows: Tensor, weight: Tensor, cache: PagedCache) -> None:
+        fused_rope_rmsnorm_quant(
+            rows.new_empty(len(rows), 0, ROPE_DIM),
+            rows,
+            self._table(),
+            weight,
+            cache,
+            positions=without_memory(len(rows), dtype=torch.int64),
+            slot_mapping=without_memory(len(rows), dtype=torch.int64),
         )
 
 

@@ -27,15 +27,11 @@ OPERATOR = f"vllm::{INDEXER_PLUGIN}"
 """The indexer's op, at which vLLM splits a compiled model once the plugin is active."""
 
 OWN_ATTENTION = {
-    "DeepseekV41ForCausalLM": "chooses among vLLM's own classes of attention",
     "DSparkV41DraftModel": "chooses among vLLM's own classes of attention",
     "Dots3NoteForCausalLM": "pads the rows of its caches for a backend of vLLM",
     "Dots3NoteMTPModel": "pads the rows of its caches for a backend of vLLM",
 }
 """Models that ignore ``CUSTOM``, by architecture."""
-
-OWN_INDEXER = {"DeepseekV41ForCausalLM": "selects from candidate blocks"}
-"""Models with an indexer that is not replaced, by architecture."""
 
 DEEPSEEK_V32 = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "DeepseekV32MTPModel")
 GLM5_NEXT = ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration", "Glm5NextMTPModel")
@@ -45,6 +41,7 @@ HY_V4 = ("HYV4ForCausalLM", "HYV4MTPModel")
 DOTS3_NOTE = ("Dots3NoteForCausalLM", "Dots3NoteMTPModel")
 """Dots3Note, whose attention stays vLLM's."""
 DEEPSEEK_V4 = ("DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel")
+DEEPSEEK_V41 = ("DeepseekV41ForCausalLM",)
 DSPARK = "DSparkDraftModel"
 """DSpark's drafts of DeepSeek-V4, which share the layout of its caches."""
 
@@ -117,7 +114,7 @@ def unserved_gpu() -> str | None:
 def choose(config: VllmConfig) -> None:
     """Choose ``CUSTOM`` where vLLM has no backend, and the format of FP8 caches for ``CUSTOM``.
 
-    A backend that the user chose stays.
+    A backend that the user chose stays. DeepSeek-V4.1 with ``CUSTOM`` does not replay windows.
     """
     from vllm.logger import init_logger
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -147,6 +144,12 @@ def choose(config: VllmConfig) -> None:
             " and ".join(sorted(chosen)),
         )
     cache, kinds = config.cache_config, attention.backend_per_kind
+    if models & {*DEEPSEEK_V41} and attention.backend == custom and cache.swa_bounded_replay:
+        cache.swa_bounded_replay = False
+        init_logger("vllm.sparsemla").info_once(
+            "sparsemla: swa_bounded_replay is off with the attention backend CUSTOM: window rows "
+            "take part in prefix caching instead"
+        )
     sparse = {*DEEPSEEK_V32, *GLM5_NEXT, *HY_V4}
     if models & sparse and custom in (attention.backend, kinds.get("mla_attention")):
         cache.cache_dtype = FP8_CACHES.get(cache.cache_dtype, cache.cache_dtype)
@@ -309,11 +312,15 @@ def refuse(config: VllmConfig) -> None:
         raise ValueError(
             f"sparsemla: {FP8_MMA} needs the attention backend CUSTOM; otherwise unset it"
         )
-    is_v4 = not models.isdisjoint(DEEPSEEK_V4)
+    is_v41 = not models.isdisjoint(DEEPSEEK_V41)
+    is_v4 = is_v41 or not models.isdisjoint(DEEPSEEK_V4)
+    family = "DeepSeek-V4.1" if is_v41 else "DeepSeek-V4"
     if divide_rows_from() is not None:
         reason = _never_divided(config)
         if not (has_indexer or (is_v4 and in_target)):
             reason = f"needs {INDEXER_PLUGIN} in VLLM_PLUGINS"
+        if is_v41:
+            reason = f"has no effect on {family}, of which each rank selects for all rows"
         if reason is not None:
             raise ValueError(f"sparsemla: {DIVIDE_ROWS_FROM} {reason}; otherwise unset it")
     if in_target and not is_v4 and not model.use_mla:
@@ -323,14 +330,14 @@ def refuse(config: VllmConfig) -> None:
         )
     if is_v4 and per_kind and attention.backend != custom:
         raise ValueError(
-            "sparsemla: DeepSeek-V4 must get CUSTOM by --attention-backend: its layers have caches "
+            f"sparsemla: {family} must get CUSTOM by --attention-backend: its layers have caches "
             f"of several kinds, got backend_per_kind {attention.backend_per_kind}"
         )
     if not has_indexer:
         return
-    reasons = {name: OWN_INDEXER[name] for name in sorted(models | drafts) if name in OWN_INDEXER}
+    reasons = {}
     if is_v4 and attention.backend != custom:
-        reasons["DeepSeek-V4"] = "gets this package's indexer with --attention-backend CUSTOM only"
+        reasons[family] = "gets this package's indexer with --attention-backend CUSTOM only"
     if current_platform.is_xpu():
         reasons["XPU"] = "has no kernels of this package"
     for name, reason in reasons.items():
@@ -372,8 +379,8 @@ def _refuse_example_connector(config: VllmConfig, in_target: bool) -> None:
     transfer, model = config.kv_transfer_config, config.model_config
     if transfer is None or model is None or model.is_submodel_config:
         return
-    known = {*DEEPSEEK_V32, *GLM5_NEXT, *HY_V4, *DOTS3_NOTE, *DEEPSEEK_V4}
-    indexed = set(model.architectures) & known
+    readers = {*DEEPSEEK_V32, *GLM5_NEXT, *HY_V4, *DOTS3_NOTE, *DEEPSEEK_V4, *DEEPSEEK_V41}
+    indexed = readers.intersection(model.architectures)
     ours = in_target or indexer_is_named()
     if indexed and ours and transfer.has_connector(EXAMPLE_CONNECTOR):
         raise ValueError(

@@ -578,9 +578,64 @@ DEEPSEEK_V4 = INDEXER + _rows(
     """
 )
 
+DEEPSEEK_V41 = DEEPSEEK_V4 + _rows(
+    """
+    vllm.config:
+        CacheConfig: refused settings
+            swa_bounded_replay
+    vllm.models:
+        deepseek_v41: base class
+            DeepseekV41ForCausalLM
+    vllm.models.deepseek_v41.nvidia:
+        model: exchanged choice of attention
+            _select_dsv4_attn_cls
+    vllm.models.deepseek_v41:
+        attention: exchanged classes of compressors and index keys
+            DeepseekCompressor DeepseekV4Attention DeepseekV4Indexer DeepseekV4IndexerCache
+    vllm.models.deepseek_v41.attention:
+        DeepseekV4Attention: base class: projections, caches, owners of entries, streams
+            _compressed_kv_cache _fused_qnorm_rope_kv_insert _indexer_cls _o_proj
+            _split_qkv_and_norm _wo_b_proj attn_sink backend_cls candidate_block_size
+            compress_ratio compressed_cache_prefix compressor eps forward_mqa
+            get_padded_num_q_heads head_dim indexer kv_cache kv_mxfp8 kv_norm
+            max_num_batched_tokens n_groups n_heads n_local_groups n_local_heads o_lora_rank
+            q_lora_rank rope_head_dim rotary_emb scale swa_backend_cls swa_cache_layer
+            topk_indices_buffer window_size wo_a
+        DeepseekV4Indexer: base class
+            _produce_k _wq_b_proj attn_cls compress_ratio forward_q head_dim indexer_op k_cache
+            k_norm n_head wk
+        DeepseekV4IndexerCache: base class
+            kv_cache get_attn_backend
+    vllm.models.deepseek_v41.compressor:
+        DeepseekCompressor: base class: weights and state
+            _static_forward_context compress_ratio forward head_dim insert_cache k_cache_prefix
+            norm rms_norm_eps rope_head_dim state_cache
+        CompressorBackend: base class
+            get_builder_cls
+        CompressorMetadata: base class
+            query_start_loc slot_mapping token_to_req_indices
+        CompressorMetadataBuilder: base class
+            build token_to_req_indices
+    vllm.models.deepseek_v41.nvidia.flashmla:
+        DeepseekSparseSWAFlashMLABackend: base class
+            get_builder_cls supports_pcp
+        DeepseekSparseSWAFlashMLAMetadataBuilder: base class
+            build build_tile_scheduler
+    vllm.models.deepseek_v41.sparse_mla:
+        DeepseekV4FlashMLABackend: base class
+            get_name supports_compute_capability supports_pcp
+        DeepseekV4FlashMLAMetadata: entries of a step
+            block_table slot_mapping
+    vllm.v1.attention.backends.mla.indexer:
+        DeepseekV41IndexerBackend: base class
+            get_supported_kernel_block_sizes supports_pcp
+    """
+)
+
 SURFACE = {
     "attention": ATTENTION,
     "deepseek_v4": DEEPSEEK_V4,
+    "deepseek_v41": DEEPSEEK_V41,
     "host": HOST,
     "host_attention": HOST,
     "hy_v4": HY_V4,

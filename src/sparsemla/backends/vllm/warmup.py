@@ -22,7 +22,13 @@ from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.worker.block_table import get_block_table_width
 
 from sparsemla import Serving, warm_up
-from sparsemla.backends.vllm.compressed import CompressedLayer, Pages, PooledKeys, WrittenRows
+from sparsemla.backends.vllm.compressed import (
+    CompressedLayer,
+    Pages,
+    PooledKeys,
+    SharedEntriesLayer,
+    WrittenRows,
+)
 from sparsemla.backends.vllm.divided import Division
 from sparsemla.backends.vllm.sharded import ShardedIndex
 from sparsemla.warmup import Sweep
@@ -93,6 +99,13 @@ def register_layers(cls: type) -> None:
     config = get_current_vllm_config_or_none()
     if config is not None:
         JitWarmupRegistry.register(KERNELS, config, compressed_layers, (cls,))
+
+
+def register_shared_layers(cls: type) -> None:
+    """Register the kernels of DeepSeek-V4.1's layers of a class."""
+    config = get_current_vllm_config_or_none()
+    if config is not None:
+        JitWarmupRegistry.register(KERNELS, config, shared_layers, (cls,))
 
 
 def register_pools(indexer: Any) -> None:  # noqa: ANN401 - a PooledIndexer
@@ -236,48 +249,84 @@ def _pages_of(config: VllmConfig, page_size: int) -> dict[str, int]:
 
 def compressed_layers(config: VllmConfig, cls: type) -> Iterator[CompressedLayer]:
     """Each layer of DeepSeek-V4 of a class."""
-    limits = _limits(config)
-
-    def pages(part: Any, ratio: int = 1) -> Pages:  # noqa: ANN401 - something with a cache
-        """Pages of rows of ``ratio`` tokens; each cache has its own block size."""
-        count, rows = part.kv_cache.shape[:2]
-        columns = cdiv(config.model_config.max_model_len, rows * ratio)
-        width = get_block_table_width(columns, rows * ratio)
-        return Pages(count, rows, part.kv_cache.stride(0), width)
-
-    context = config.compilation_config.static_forward_context
-    layers: list[Any] = [each for each in context.values() if type(each) is cls]
-    for layer in layers:
-        weight = layer.group_projection.weight()
-        entries = keys = state = key_state = None
+    for layer in _layers_of(config, cls):
+        entries = state = key_state = None
         if layer.compressor is not None:
-            entries = pages(layer, layer.compress_ratio)
-            state = pages(layer.compressor.state_cache)
+            entries = _cache_pages(config, layer, layer.compress_ratio)
+            state = _cache_pages(config, layer.compressor.state_cache)
         if layer.indexer is not None:
-            keys = pages(layer.indexer.k_cache, layer.compress_ratio)
-            key_state = pages(layer.indexer.compressor.state_cache)
+            key_state = _cache_pages(config, layer.indexer.compressor.state_cache)
         yield CompressedLayer(
-            ratio=layer.compress_ratio,
-            num_heads=layer.n_local_heads,
-            q_lora_rank=layer.q_lora_rank,
-            window=layer.window_size,
             decode_rows=layer.decode_rows,
-            topk=config.model_config.hf_text_config.index_topk,
-            index_heads=0 if layer.indexer is None else layer.indexer.n_head,
-            num_groups=layer.n_local_groups,
-            o_lora_rank=layer.o_lora_rank,
-            scale_block=None if weight.scale is None else weight.scale_block,
-            raw=pages(layer.swa_cache_layer),
             entries=entries,
-            keys=keys,
             state=state,
             key_state=key_state,
-            max_positions=layer.rotary_emb.cos_sin_cache.shape[0],
-            max_tokens=limits["max_tokens"],
-            max_requests=limits["max_requests"],
-            max_pieces=_most_pieces(config),
-            max_query_len=limits["max_query_len"],
-            max_seq_len=limits["max_seq_len"],
-            max_workspace_bytes=envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
             converts=layer.conversion_rows > 0,
+            **_layer_facts(config, layer),
         )
+
+
+def shared_layers(config: VllmConfig, cls: type) -> Iterator[SharedEntriesLayer]:
+    """Each layer of DeepSeek-V4.1 of a class."""
+    context = config.compilation_config.static_forward_context
+    for layer in _layers_of(config, cls):
+        entries = state = blocks = None
+        if layer.compress_ratio > 0:
+            owner = context[layer.compressed_cache_prefix]
+            entries = _cache_pages(config, owner, layer.compress_ratio)
+        if layer.compressor is not None and layer.compressor.state_cache is not None:
+            state = _cache_pages(config, layer.compressor.state_cache)
+        if layer.indexer is not None:
+            blocks = layer.indexer.indexer_op.blocks
+        yield SharedEntriesLayer(
+            decode_rows=layer.window_size,
+            entries=entries,
+            state=state,
+            key_state=None,
+            converts=False,
+            format=layer.row_format,
+            owns_entries=layer.compressor is not None,
+            topk_blocks=None if blocks is None else blocks.shape[1],
+            block_size=layer.candidate_block_size or 1,
+            **_layer_facts(config, layer),
+        )
+
+
+def _layers_of(config: VllmConfig, cls: type) -> list[Any]:
+    context = config.compilation_config.static_forward_context
+    return [each for each in context.values() if type(each) is cls]
+
+
+def _cache_pages(config: VllmConfig, part: Any, ratio: int = 1) -> Pages:  # noqa: ANN401
+    """Pages of rows of ``ratio`` tokens; each cache has its own block size."""
+    count, rows = part.kv_cache.shape[:2]
+    columns = cdiv(config.model_config.max_model_len, rows * ratio)
+    width = get_block_table_width(columns, rows * ratio)
+    return Pages(count, rows, part.kv_cache.stride(0), width)
+
+
+def _layer_facts(config: VllmConfig, layer: Any) -> dict[str, Any]:  # noqa: ANN401 - of a model
+    """What layers of DeepSeek-V4 and V4.1 have alike."""
+    limits, weight, keys = _limits(config), layer.group_projection.weight(), None
+    if layer.indexer is not None:
+        keys = _cache_pages(config, layer.indexer.k_cache, layer.compress_ratio)
+    return {
+        "ratio": layer.compress_ratio,
+        "num_heads": layer.n_local_heads,
+        "q_lora_rank": layer.q_lora_rank,
+        "window": layer.window_size,
+        "topk": config.model_config.hf_text_config.index_topk,
+        "index_heads": 0 if layer.indexer is None else layer.indexer.n_head,
+        "num_groups": layer.n_local_groups,
+        "o_lora_rank": layer.o_lora_rank,
+        "scale_block": None if weight.scale is None else weight.scale_block,
+        "raw": _cache_pages(config, layer.swa_cache_layer),
+        "keys": keys,
+        "max_positions": layer.rotary_emb.cos_sin_cache.shape[0],
+        "max_tokens": limits["max_tokens"],
+        "max_requests": limits["max_requests"],
+        "max_pieces": _most_pieces(config),
+        "max_query_len": limits["max_query_len"],
+        "max_seq_len": limits["max_seq_len"],
+        "max_workspace_bytes": envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB << 20,
+    }
