@@ -1,8 +1,9 @@
 """vLLM's engine on a small model: the tokens of this package's backend and of FlashMLA's.
 
 The model is the DeepSeek-V3.2 of :mod:`sparsemla_lab.testing.models`, or with ``--model
-deepseek_v4`` the DeepSeek-V4 of :mod:`sparsemla_lab.testing.models_v4`: it copies from its context
-and is sure of it. With ``--model glm5_next`` it is the GLM-5.3-Flash of
+deepseek_v4`` the DeepSeek-V4 of :mod:`sparsemla_lab.testing.models_v4`, or with ``--model
+deepseek_v41`` the DeepSeek-V4.1 of :mod:`sparsemla_lab.testing.models_v41`: it copies from its
+context and is sure of it. With ``--model glm5_next`` it is the GLM-5.3-Flash of
 :mod:`sparsemla_lab.testing.models_glm5`, without hyper-connections, which finds tokens by content,
 and is compared with transformers' class. With ``--model hy_v4`` it is a Hunyuan V4 with sinks,
 gates and hyper-connections, which copies like DeepSeek-V3.2, and with ``--model dots3_note`` the
@@ -41,8 +42,9 @@ With ``--as sm_80`` the usual command, without plugins and backend named, serves
 package and Triton take the GPU for an older one, for which vLLM has no sparse attention. The driver
 translates the code of the older GPU. Tokens are compared with those of the GPU as it is.
 
-Where TileLang is not installed, DeepSeek-V4's hyper-connections are computed in PyTorch, in steps
-without CUDA graphs only.
+Where TileLang is not installed, hyper-connections of DeepSeek-V4 and V4.1 are computed in PyTorch,
+in steps without CUDA graphs only. What DeepSeek-V4.1 answers is also compared with what its weights
+were made to copy.
 
 With ``--portable`` every mode serves vLLM's portable class of DeepSeek-V3.2: its class for NVIDIA
 GPUs needs CuTe DSL.
@@ -141,6 +143,11 @@ class Mode:
 
 BOTH = "sparsemla,sparsemla_indexer"
 V4: dict[str, Any] = {"cache": "fp8", "model": "deepseek_v4"}
+V41: dict[str, Any] = {
+    "cache": "fp8",
+    "model": "deepseek_v41",
+    "more": {"language_model_only": True},  # its class has a part for images
+}
 GLM: dict[str, Any] = {"model": "glm5_next"}
 HY: dict[str, Any] = {"model": "hy_v4"}
 DOTS: dict[str, Any] = {"model": "dots3_note", "cache": "bfloat16"}
@@ -331,6 +338,11 @@ MODES = {
     "dots, vllm": Mode("", "FLASH_ATTN_MLA_SPARSE", **DOTS),
     "dots": Mode("sparsemla_indexer", "FLASH_ATTN_MLA_SPARSE", **DOTS),
     "dots, graphs": Mode("sparsemla_indexer", "FLASH_ATTN_MLA_SPARSE", graphs=True, **DOTS),
+    "v41, vllm": Mode("", "FLASHMLA_SPARSE_DSV41", **V41),
+    "v41, vllm, graphs": Mode("", "FLASHMLA_SPARSE_DSV41", graphs=True, **V41),
+    "v41": Mode("sparsemla", "CUSTOM", **V41),
+    "v41, graphs": Mode("sparsemla", "CUSTOM", graphs=True, **V41),
+    "v41, tp2": Mode("sparsemla", "CUSTOM", **V41, **TP2),
     "glm, transformers": Mode("", None, transformers=True, **GLM),
     "glm": Mode(BOTH, "CUSTOM", **GLM),
     "glm, graphs": Mode(BOTH, "CUSTOM", graphs=True, **GLM),
@@ -433,6 +445,10 @@ PAIRS = (
     ("hy, as sm_80", "hy"),
     ("dots", "dots, vllm"),
     ("dots, graphs", "dots, vllm"),
+    ("v41", "v41, vllm"),
+    ("v41, graphs", "v41, vllm, graphs"),
+    ("v41, graphs", "v41"),
+    ("v41, tp2", "v41"),
     ("glm", "glm, transformers"),
     ("glm, graphs", "glm, transformers"),
     ("glm, bf16", "glm, transformers"),
@@ -671,6 +687,29 @@ def serve_dots_layers() -> None:
     ModelRegistry.register_model(name, model.Dots3NoteLanguageModelForCausalLM)
 
 
+def make_v41_model(folder: Path) -> None:
+    """Write a DeepSeek-V4.1 with the heads and the dims of its attention."""
+    from safetensors.torch import save_file
+
+    from sparsemla_lab.testing.models_v41 import copying_model
+
+    config, weights = copying_model(
+        hidden_size=4096,
+        num_attention_heads=64,
+        o_groups=16,
+        o_lora_rank=1024,
+        q_lora_rank=1024,
+        index_n_heads=32,
+        index_topk=128,
+        candidate_topk_blocks=32,
+        moe_intermediate_size=256,
+    )
+    weights["head.weight"] *= 1 / 16  # logits of the size of a trained model's
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 def glm_model() -> Any:  # noqa: ANN401 - of transformers
     """A GLM-5.3-Flash with the dims of its attention and indexer, and plain residuals.
 
@@ -797,6 +836,14 @@ SERVED = {
         (1200, 700, 300, 256, 1400, 900, 500),
         1536,
         256,
+        256,
+    ),
+    "deepseek_v41": Served(
+        make_v41_model,
+        partial(random_prompt, vocabulary=256),
+        (1200, 700, 330, 311, 1400, 900, 500),
+        1536,
+        64,
         256,
     ),
 }
@@ -1001,6 +1048,37 @@ def exchange_hyper_connections() -> None:
         module.hc_head_fused_kernel_tilelang = last
 
 
+def exchange_shifted_hyper_connections() -> None:
+    """The same for DeepSeek-V4.1, each of whose sublayers reads its input by the mixes before."""
+    from vllm.model_executor.kernels.mhc.torch import mhc_post_torch, mhc_pre_delayed_torch
+    from vllm.models.deepseek_v41.nvidia import model
+
+    def pre(
+        streams: Tensor,
+        *rest: Number,
+        norm_weight: Tensor,
+        norm_eps: float,
+        **mixes: Tensor | None,
+    ) -> Streams:
+        *found, x, mix = mhc_pre_delayed_torch(streams, *rest, **mixes)
+        return *found, torch.rms_norm(x, x.shape[-1:], norm_weight, norm_eps), mix
+
+    def between(
+        *args: Number,
+        pre_mix: Tensor,
+        norm_weight: Tensor,
+        norm_eps: float,
+        **_: bool | torch.cuda.Stream | None,
+    ) -> Streams:
+        streams = mhc_post_torch(*args[:4])
+        norm: dict[str, Any] = {"norm_weight": norm_weight, "norm_eps": norm_eps}
+        return streams, *pre(streams, *args[4:], pre_mix=pre_mix, **norm), streams[:0, 0]
+
+    model.mhc_pre_delayed_tilelang = pre
+    model.mhc_shifted_post_pre = between
+    model.mhc_post_tilelang = mhc_post_torch
+
+
 def serve(mode: Mode, model: Path, result: Path) -> None:
     """Serve the model and write what came of each prompt.
 
@@ -1101,6 +1179,8 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         exchange_hyper_connections()
     if mode.model == "dots3_note":
         serve_dots_layers()
+    if mode.model == "deepseek_v41" and not has_tilelang():
+        exchange_shifted_hyper_connections()
     llm = LLM(**engine_arguments(mode, model.parent / mode.weights))
     classes, *others = llm.apply_model(attention_classes)
     ours = any(name.startswith("sparsemla.") for name in classes)
@@ -1183,7 +1263,25 @@ def _serve(mode: Mode, model: Path) -> dict[str, Any]:
         "shared": shared,
         "drafts": drafts,
         "exchanges": sorted({each for rank in exchanges for each in rank}),
+        "copied": copied_share(answers) if mode.model == "deepseek_v41" else None,
     }
+
+
+def copied_share(answers: Sequence[Any]) -> float:
+    """The share of answered tokens that a DeepSeek-V4.1 of this program was made to copy.
+
+    Args:
+        answers: of vLLM.
+    """
+    from sparsemla_lab.testing.models_v41 import FIRST_COPIED, copied_tokens
+
+    right = []
+    for answer in answers:
+        prompt, found = answer.prompt_token_ids, answer.outputs[0].token_ids
+        ids = torch.tensor([*prompt, *found])
+        begin = max(len(prompt), FIRST_COPIED + 1)
+        right.append(copied_tokens(ids)[begin - 1 - FIRST_COPIED : -1] == ids[begin:])
+    return float(torch.cat(right).float().mean())
 
 
 def prompt_log_probabilities(answer: Any) -> list[float]:  # noqa: ANN401 - of vLLM
@@ -1246,6 +1344,8 @@ def describe(name: str, folder: Path) -> None:
         f"{report['compiled'] or 'nothing'}, loaded: {report['loaded'] or 'nothing'}; "
         f"classes: {', '.join(report['classes'])}\n"
     )
+    if report.get("copied") is not None:
+        sys.stdout.write(f"{name}: {report['copied']:.4f} of answered tokens are copies\n")
     if report["drafts"]:
         sys.stdout.write(
             "{}: accepted {accepted} of {draft} drafts\n".format(name, **report["drafts"])

@@ -89,7 +89,7 @@ from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import Tolerance, assert_close, assert_equal
 from sparsemla_lab.testing.models_v4 import DSPARK, published_drafts, published_weights
-from vllm_layers import CompressedLayers, like_a_gpu
+from vllm_layers import CompressedLayers, like_a_gpu, randomise
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -199,6 +199,7 @@ class Engine(CompressedLayers):
                 attention(config, f"model.layers.{i}.attn", buffer) for i in range(3)
             )
         deepseek_v4.check_layers(layers)
+        randomise(layers, draw)
         super().__init__(config, draw, layers)
 
 

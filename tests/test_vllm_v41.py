@@ -46,6 +46,7 @@ with warnings.catch_warnings():
     from vllm.models.deepseek_v41.nvidia import model as nvidia_model
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
+    from vllm.transformers_utils.configs.deepseek_v41 import DeepseekV41Config
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.worker.workspace import init_workspace_manager
 
@@ -54,9 +55,10 @@ with warnings.catch_warnings():
 
 import replay
 from sparsemla import FP8_528, FP8_584, INDEX_FP8, PagedCache, group_o_a_proj, reference
+from sparsemla_lab.testing import models_v41
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import Tolerance, assert_close, assert_equal
-from vllm_layers import CompressedLayers, like_a_gpu
+from vllm_layers import CompressedLayers, like_a_gpu, randomise
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
@@ -158,13 +160,18 @@ def engine_config(model_config, backend="CUSTOM", block_size=64):
     return config
 
 
-@pytest.fixture
-def config(model_config, monkeypatch):
+def pretend(monkeypatch, family):
+    """Let vLLM choose records and pages as for a GPU of this family."""
     monkeypatch.setattr(
         type(current_platform),
         "is_device_capability_family",
-        classmethod(lambda cls, capability, device_id=0: capability == 90),
+        classmethod(lambda cls, capability, device_id=0: capability == family),
     )
+
+
+@pytest.fixture
+def config(model_config, monkeypatch):
+    pretend(monkeypatch, 90)
     config = engine_config(model_config)
     with set_current_vllm_config(config):
         yield config
@@ -190,6 +197,7 @@ class Engine(CompressedLayers):
                 for i in range(len(RATIOS))
             )
         deepseek_v41.check_layers(layers)
+        randomise(layers, draw)
         super().__init__(config, draw, layers)
 
 
@@ -332,11 +340,7 @@ def test_steps_of_an_engine_agree_with_whole_requests(config):
 
 def test_the_records_of_blackwell_are_served(config, monkeypatch):
     """On sm_100 vLLM's rows have 528 bytes, and its pages 128 tokens."""
-    monkeypatch.setattr(
-        type(current_platform),
-        "is_device_capability_family",
-        classmethod(lambda cls, capability, device_id=0: capability == 100),
-    )
+    pretend(monkeypatch, 100)
     config.cache_config.block_size = 128
     engine = Engine(config, Draw(2))
     assert {layer.row_format for layer in engine.layers} == {FP8_528}
@@ -569,6 +573,66 @@ def test_the_model_has_our_layers_exactly_if_the_backend_is_custom(build_model, 
         change.setattr(deepseek_v41, "exchanged", contextlib.nullcontext)
         with pytest.raises(RuntimeError, match="serve without --attention-backend CUSTOM"):
             build_model("CUSTOM")
+
+
+class Whole(nn.Module):
+    """A language model of vLLM, in the place of a layer."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, positions, ids):
+        ids = ids[:, 0].nan_to_num().long()  # padding's are NaN
+        return self.model.compute_logits(self.model(ids, positions))
+
+
+class NoExperts(Experts):
+    """A mixture of experts that adds nothing."""
+
+    def forward(self, x, *rest):
+        return torch.zeros_like(x)
+
+
+def test_a_model_copies_by_every_path_of_attention(model_config, build_model, monkeypatch):
+    """The weights of ``benchmarks/vllm_engine.py``, loaded and served by vLLM's own class."""
+    import vllm_engine
+
+    pretend(monkeypatch, 90)
+    made, weights = models_v41.copying_model()
+    found = DeepseekV41Config(**made)
+    monkeypatch.setattr(model_config, "hf_config", found)
+    monkeypatch.setattr(model_config, "hf_text_config", found)
+    for name in ("mhc_pre_delayed_tilelang", "mhc_shifted_post_pre", "mhc_post_tilelang"):
+        monkeypatch.setattr(nvidia_model, name, getattr(nvidia_model, name))  # to be put back
+    vllm_engine.exchange_shifted_hyper_connections()
+    monkeypatch.setattr(
+        nvidia_model,
+        "hc_collapse_triton",
+        lambda streams, mix: (mix[..., None] * streams.float()).sum(1).bfloat16(),
+    )
+    monkeypatch.setattr(nvidia_model, "DeepseekV4MoE", NoExperts)
+    weights = {name: weight for name, weight in weights.items() if ".ffn." not in name}
+    model = build_model("CUSTOM")
+    parameters = {
+        name for name, _ in model.named_parameters() if name.startswith("language_model.")
+    }
+    assert model.load_weights(weights.items()) == parameters
+    for layer in deepseek_v41.check_layers(model):
+        layer.aux_stream_list = None
+    config = model.language_model.model.vllm_config
+    with set_current_vllm_config(config):
+        engine = CompressedLayers(config, Draw(0), nn.ModuleList([Whole(model.language_model)]))
+        ids = engine.draw.integers(0, 256, 460).long()
+        steps = [(first, min(first + MAX_TOKENS, 457)) for first in range(0, 457, MAX_TOKENS)]
+        logits = [
+            engine.step([(0, first, ids[first:last, None].float())])[0][0]
+            for first, last in (*steps, (457, 458), (458, 459), (459, 460))
+        ]
+    logits = torch.cat(logits)[models_v41.FIRST_COPIED :]
+    best, second = logits.topk(2).values.unbind(1)
+    assert_equal("tokens", logits.argmax(1), models_v41.copied_tokens(ids))
+    assert (best - second).min() > 2
 
 
 @pytest.mark.parametrize("part", ["compressor", "indexer", "indexer.k_cache"])

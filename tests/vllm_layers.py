@@ -108,15 +108,12 @@ class CompressedLayers(CachedLayers):
 
     Args:
         config: vLLM's.
-        draw: randomness, of weights and pages.
-        layers: made with the configuration.
+        draw: randomness, of pages.
+        layers: made with the configuration; they take positions and inputs.
     """
 
     def __init__(self, config, draw, layers):
         self.draw, self.layers = draw, layers
-        for name, weight in layers.named_parameters():
-            scale = 1 if weight.dim() == 1 or name.endswith("ape") else weight.shape[-1] ** -0.5
-            weight.copy_(draw.normal(*weight.shape) * scale + name.endswith("norm.weight"))
         parts = config.compilation_config.static_forward_context
         specs = {name: part.get_kv_cache_spec(config) for name, part in parts.items()}
         specs = {name: spec for name, spec in specs.items() if spec is not None}
@@ -202,6 +199,13 @@ class CompressedLayers(CachedLayers):
                 served[i] += n
         assert served == list(map(len, x))
         return [[torch.cat(parts) for parts in results] for results in found]
+
+
+def randomise(layers, draw):
+    """Give all weights of layers values that keep the size of what they multiply."""
+    for name, weight in layers.named_parameters():
+        scale = 1 if weight.dim() == 1 or name.endswith("ape") else weight.shape[-1] ** -0.5
+        weight.copy_(draw.normal(*weight.shape) * scale + name.endswith("norm.weight"))
 
 
 @contextmanager

@@ -246,11 +246,11 @@ def _read_raw_row(attention: Module, frequencies: Tensor, lag: int = 37) -> None
     """Head 0 reads part 0 of the token ``lag`` back, from the RoPE dims of its raw row."""
     rope = attention.head_dim - 2 * len(frequencies)
     pairs = torch.arange(2, len(frequencies))  # the first two hold the value
-    sought = GAP / (1 - _nearest(frequencies[pairs]))
-    _look_for(attention.q_b_proj, [lag], frequencies, pairs, head_dim=attention.head_dim)
+    sought = GAP / (1 - nearest(frequencies[pairs]))
+    look_for(attention.q_b_proj, [lag], frequencies, pairs, head_dim=attention.head_dim)
     row = attention.kv_proj.weight.zero_()
     row[rope + torch.arange(PART), GIVEN + torch.arange(PART)] = 1
-    size = _mark(attention, rope, pairs, sought, ones=1)
+    size = mark(attention, rope, pairs, sought, ones=1)
     back = _only_read(attention)
     for pair, angle in enumerate((frequencies[:2] * lag).tolist()):
         turn = torch.tensor(
@@ -265,12 +265,12 @@ def _read_window(attention: Module, frequencies: Tensor, lags: Mapping[int, int]
     """One head each reads a part of the token as far back as ``lags`` says, from its raw row."""
     rope = attention.head_dim - 2 * len(frequencies)
     pairs = torch.arange(2, len(frequencies))  # as in layer 0
-    sought = GAP / (1 - _nearest(frequencies[pairs]))
-    _look_for(attention.q_b_proj, [*lags.values()], frequencies, pairs, head_dim=attention.head_dim)
+    sought = GAP / (1 - nearest(frequencies[pairs]))
+    look_for(attention.q_b_proj, [*lags.values()], frequencies, pairs, head_dim=attention.head_dim)
     row = attention.kv_proj.weight.zero_()
     row[torch.arange(4 * PART), GIVEN + torch.arange(4 * PART)] = 1
     attention.kv_norm.weight.fill_(1)
-    size = _mark(attention, rope, pairs, sought, ones=4)
+    size = mark(attention, rope, pairs, sought, ones=4)
     back, dims = _only_read(attention), torch.arange(PART)
     rank, width = back.shape[1:3]
     for head, part in enumerate(lags):
@@ -286,12 +286,12 @@ def _read_short_entries(attention: Module, frequencies: Tensor, far: int) -> Non
     dim = attention.head_dim
     rope = dim - 2 * len(frequencies)
     pairs = (frequencies > 0.04).nonzero()[:, 0]
-    nearest = _nearest(frequencies[pairs])
-    sought = GAP / (1 - nearest)
+    best = nearest(frequencies[pairs])
+    sought = GAP / (1 - best)
     lags = [lag + shift for lag in (far, 5) for shift in (0, 1, -2, -1)]
-    _look_for(attention.q_b_proj, lags, frequencies, pairs, head_dim=dim)
+    look_for(attention.q_b_proj, lags, frequencies, pairs, head_dim=dim)
     attention.kv_proj.weight[rope:] = 0  # no head looks for raw rows
-    attention.sinks.fill_(sought * (1 + nearest) / 2)
+    attention.sinks.fill_(sought * (1 + best) / 2)
     rows = compressor.kv_proj.weight.zero_().view(2, dim, -1)
     bias = compressor.position_bias.view(-1, 2, dim)
     for slot, series in enumerate((1, 1, 0, 0)):
@@ -299,7 +299,7 @@ def _read_short_entries(attention: Module, frequencies: Tensor, far: int) -> Non
             dims = torch.arange(PART)
             rows[series, first + dims, GIVEN + PART * part + dims] = 1
             bias[slot, series, first + dims] = 20
-    size = _mark(compressor, rope, pairs, sought, ones=8)
+    size = mark(compressor, rope, pairs, sought, ones=8)
     back = _only_read(attention)
     rank = back.shape[1]
     for group, part in enumerate((1, 3)):
@@ -310,9 +310,9 @@ def _read_short_entries(attention: Module, frequencies: Tensor, far: int) -> Non
             FOUND + PART * part + torch.arange(PART), rank * group + torch.arange(PART)
         ] = 3 / size
     heads = indexer.num_heads // len(lags) * lags
-    _look_for(indexer.q_b_proj, heads, frequencies, pairs, head_dim=indexer.head_dim)
+    look_for(indexer.q_b_proj, heads, frequencies, pairs, head_dim=indexer.head_dim)
     indexer.kv_proj.weight.zero_()
-    _mark(indexer, indexer.head_dim - 2 * len(frequencies), pairs, 1, ones=0)
+    mark(indexer, indexer.head_dim - 2 * len(frequencies), pairs, 1, ones=0)
     indexer.scorer.weights_proj.weight[:, 0] = 1
 
 
@@ -323,26 +323,26 @@ def _read_latest_entry(attention: Module, frequencies: Tensor) -> None:
     pairs = (frequencies - 0.0037).abs().argmin()[None]  # falls over some 800 positions
     angle = 128 * float(frequencies[pairs])
     sought = GAP / (1 - math.cos(angle))
-    _look_for(attention.q_b_proj, [127], frequencies, pairs, head_dim=attention.head_dim)
+    look_for(attention.q_b_proj, [127], frequencies, pairs, head_dim=attention.head_dim)
     attention.kv_proj.weight[rope:] = 0
     attention.sinks.fill_(sought / 2)
     rows = compressor.kv_proj.weight.zero_()
     dims = torch.arange(PART)
     rows[dims, GIVEN + 2 * PART + dims] = 1
     compressor.position_bias[77, dims] = 20
-    size = _mark(compressor, rope, pairs, sought, ones=1)
+    size = mark(compressor, rope, pairs, sought, ones=1)
     back = _only_read(attention)
     back[0, dims, 0, dims] = 1
     attention.o_b_proj.weight[FOUND + 2 * PART + dims, dims] = 3 / size
 
 
-def _nearest(frequencies: Tensor) -> float:
+def nearest(frequencies: Tensor) -> float:
     """The best score of a key at another distance than the sought one, which scores 1."""
     shifts = torch.arange(1, 1024)[:, None]
     return float((shifts * frequencies).cos().mean(1).max())
 
 
-def _look_for(
+def look_for(
     projection: Module,
     lags: list[int],
     frequencies: Tensor,
@@ -358,7 +358,7 @@ def _look_for(
     heads[: len(lags), -2 * len(frequencies) :, 0] = rope.flatten(1).to(heads.dtype)
 
 
-def _mark(module: Module, rope: int, pairs: Tensor, sought: float, *, ones: int) -> float:
+def mark(module: Module, rope: int, pairs: Tensor, sought: float, *, ones: int) -> float:
     """Give rows a constant in some RoPE pairs, with which the key that is sought scores ``sought``.
 
     Args:

@@ -353,7 +353,10 @@ class SharedEntriesLayer(CompressedLayer):
         chosen = super().selections()
         if self.topk_blocks is None:
             return chosen
-        blocks = {"topk_blocks": self.topk_blocks, "block_size": self.block_size}
+        blocks: dict[str, Any] = {
+            "topk_blocks": self.topk_blocks,
+            "block_size": self.block_size,
+        }
         return [replace(each, **blocks) for each in chosen]
 
     def _write_rows(self, q: Tensor, kv: Tensor) -> None:
