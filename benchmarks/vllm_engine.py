@@ -42,9 +42,9 @@ With ``--as sm_80`` the usual command, without plugins and backend named, serves
 package and Triton take the GPU for an older one, for which vLLM has no sparse attention. The driver
 translates the code of the older GPU. Tokens are compared with those of the GPU as it is.
 
-Where TileLang is not installed, hyper-connections of DeepSeek-V4 and V4.1 are computed in PyTorch,
-in steps without CUDA graphs only. What DeepSeek-V4.1 answers is also compared with what its weights
-were made to copy.
+Where TileLang is not installed, DeepSeek-V4's hyper-connections are computed in PyTorch, in steps
+without CUDA graphs only, and DeepSeek-V4.1's in all steps. What DeepSeek-V4.1 answers is also
+compared with what its weights were made to copy.
 
 With ``--portable`` every mode serves vLLM's portable class of DeepSeek-V3.2: its class for NVIDIA
 GPUs needs CuTe DSL.
@@ -1077,6 +1077,14 @@ def exchange_shifted_hyper_connections() -> None:
     model.mhc_pre_delayed_tilelang = pre
     model.mhc_shifted_post_pre = between
     model.mhc_post_tilelang = mhc_post_torch
+    # Layers of captured steps name TileLang's kernels for vLLM's warm-up.
+    for name, member in (
+        ("tilelang_kernels", {"mhc_fused_post_pre_splits": lambda *_: ()}),
+        ("warmup", {"MHC_PRE_NORM_KERNEL": mock.Mock()}),
+    ):
+        stand_in: Any = ModuleType(f"vllm.model_executor.kernels.mhc.{name}")
+        vars(stand_in).update(member)
+        sys.modules[stand_in.__name__] = stand_in
 
 
 def serve(mode: Mode, model: Path, result: Path) -> None:

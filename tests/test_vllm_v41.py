@@ -9,6 +9,7 @@ import ast
 import contextlib
 import inspect
 import json
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -605,6 +606,8 @@ def test_a_model_copies_by_every_path_of_attention(model_config, build_model, mo
     monkeypatch.setattr(model_config, "hf_text_config", found)
     for name in ("mhc_pre_delayed_tilelang", "mhc_shifted_post_pre", "mhc_post_tilelang"):
         monkeypatch.setattr(nvidia_model, name, getattr(nvidia_model, name))  # to be put back
+    for name in ("tilelang_kernels", "warmup"):
+        monkeypatch.setitem(sys.modules, f"vllm.model_executor.kernels.mhc.{name}", None)
     vllm_engine.exchange_shifted_hyper_connections()
     monkeypatch.setattr(
         nvidia_model,
