@@ -22,6 +22,8 @@ def pool(
     batch=128,
     with_rows=False,
     state_page=None,
+    ring=None,
+    bias=True,
 ):
     def launch():
         dim = fmt.head_dim
@@ -32,11 +34,11 @@ def pool(
             norm_weight=meta(dim, dtype=torch.bfloat16),
             cos_sin_cache=meta(1 << 20, 64, dtype=torch.float32),
             state=WindowState(
-                meta(256, state_page or pooling.window, 2, width, dtype=torch.float32)
+                meta(256, state_page or ring or pooling.window, 2, width, dtype=torch.float32)
             ),
             cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
             pooling=pooling,
-            gate_bias=meta(pooling.ratio, width, dtype=torch.float32),
+            gate_bias=meta(pooling.ratio, width, dtype=torch.float32) if bias else None,
             positions=meta(num_tokens),
             request_ids=meta(num_tokens),
             input_row_offsets=meta(batch + 1),
@@ -62,5 +64,18 @@ LAUNCHES = {
     ),
     "pool_windows ratio 128, long step on pages": pool(
         FP8_584, HCA, dtype=torch.float32, num_tokens=8192, batch=4, state_page=8
+    ),
+    "pool_windows ratio 2, latents": pool(
+        FP8_584, Pooling(2), dtype=torch.float32, ring=8, bias=False, with_rows=True
+    ),
+    "pool_windows ratio 2, long step": pool(
+        FP8_584,
+        Pooling(2),
+        dtype=torch.float32,
+        num_tokens=8192,
+        batch=4,
+        ring=8,
+        bias=False,
+        with_rows=True,
     ),
 }

@@ -60,6 +60,24 @@ def fused(
     return launch
 
 
+def rows_alone(fmt, norm_dim, tokens=8192):
+    """Rows of tokens that have no queries: entries and index keys of DeepSeek-V4.1."""
+
+    def launch():
+        dispatch.load("fused_rope_rmsnorm_quant", "triton")(
+            q_rope=meta(tokens, 0, 64),
+            kv=meta(tokens, fmt.head_dim),
+            cos_sin_cache=meta(8192, 64, dtype=torch.float32),
+            kv_norm_weight=meta(norm_dim),
+            cache=PagedCache.allocate(fmt, 512, 64, device="meta"),
+            positions=ints(tokens),
+            slot_mapping=ints(tokens),
+            out=meta(tokens, 0, 64),
+        )
+
+    return launch
+
+
 def index_keys(fmt, hadamard=False):
     def launch():
         dispatch.load("append_index_keys", "triton")(
@@ -143,4 +161,6 @@ LAUNCHES = {
     "queries bf16": index_queries(bf16_format(128)),
     "fused fp8_nope": fused(FP8_NOPE, norm_dim=512),
     "index step, last dims": index_step(INDEX_FP8, 16, interleaved=True, rope_first=False),
+    "rows alone fp8_584": rows_alone(FP8_584, 512),
+    "rows alone index_fp8": rows_alone(INDEX_FP8, 128),
 }
