@@ -40,7 +40,11 @@ with warnings.catch_warnings():
         model_parallel_is_initialized,
     )
     from vllm.forward_context import set_forward_context
+    from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
+    from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearLayerConfig
+    from vllm.model_executor.layers.quantization import modelopt
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.models.deepseek_v41 import DeepseekV4FP8Config
     from vllm.models.deepseek_v41 import attention as theirs
     from vllm.models.deepseek_v41.common.ops import fused_compress_quant_cache as their_rows
     from vllm.models.deepseek_v41.common.ops import indexer_k_store as their_keys
@@ -351,6 +355,26 @@ def test_the_records_of_blackwell_are_served(config, monkeypatch):
     }
     x = [engine.draw.normal(length, HIDDEN).bfloat16() for length in LENGTHS]
     compare(engine, x, FP8_528, COARSE)
+
+
+def test_mxfp8_weights_of_the_first_output_projection_are_read(config, monkeypatch):
+    """As vLLM keeps them for a linear layer, on any GPU."""
+    kernel = EmulationMxfp8LinearKernel(Mxfp8LinearLayerConfig(weight_shape=(64, 1024)))
+    monkeypatch.setattr(modelopt, "select_linear_kernel", lambda *args, **options: kernel)
+    config.quant_config = DeepseekV4FP8Config(True, "dynamic", weight_block_size=[32, 32])
+    with set_default_torch_dtype(torch.bfloat16), deepseek_v41.exchanged():
+        layer = nvidia_model._select_dsv4_attn_cls(config)(config, "model.layers.0.attn")
+    draw, linear = Draw(5), layer.wo_a
+    codes = draw.normal(64, 1024).to(torch.float8_e4m3fn)
+    scales = draw.integers(120, 132, 64, 32).to(torch.uint8)
+    linear.weight.data.copy_(codes)
+    linear.weight_scale.data.copy_(scales)
+    linear.quant_method.process_weights_after_loading(linear)
+    layer.process_weights_after_loading(torch.bfloat16)
+    expected = codes.float() * (2.0 ** (scales.float() - 127)).repeat_interleave(32, 1)
+    found = layer.group_projection.weight()
+    assert found.scale is None
+    assert torch.equal(found.data, expected.view(2, 32, 1024).bfloat16())  # but for signs of zeros
 
 
 def slots_of(engine, part, request, count):

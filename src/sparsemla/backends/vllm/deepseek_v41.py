@@ -523,6 +523,8 @@ class SparseMLAV41Attention(attention.DeepseekV4Attention):
         )
         # vLLM chooses by the GPU, for raw rows and for entries.
         self.row_format = FP8_528 if self.kv_mxfp8 else FP8_584
+        if self._o_proj_block_size == 32:  # MXFP8
+            self.wo_a.is_bmm = False  # or DeepGEMM's kernel on sm_100 takes the weight apart
         self.group_projection = GroupProjection(
             self.wo_a,
             self.n_local_groups,

@@ -595,8 +595,8 @@ DEEPSEEK_V41 = DEEPSEEK_V4 + _rows(
     vllm.models.deepseek_v41.attention:
         DeepseekV4Attention: base class: projections, caches, owners of entries, streams
             _compressed_kv_cache _fused_qnorm_rope_kv_insert _indexer_cls _o_proj
-            _split_qkv_and_norm _wo_b_proj attn_sink backend_cls candidate_block_size
-            compress_ratio compressed_cache_prefix compressor eps forward_mqa
+            _o_proj_block_size _split_qkv_and_norm _wo_b_proj attn_sink backend_cls
+            candidate_block_size compress_ratio compressed_cache_prefix compressor eps forward_mqa
             get_padded_num_q_heads head_dim indexer kv_cache kv_mxfp8 kv_norm
             max_num_batched_tokens n_groups n_heads n_local_groups n_local_heads o_lora_rank
             q_lora_rank rope_head_dim rotary_emb scale swa_backend_cls swa_cache_layer
