@@ -75,6 +75,14 @@ CONFIGS = {
     "glm5": V32 | DRAFTS | {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"},
     "v4": V4 | DRAFTS,
     "v4 with 64 heads": V4 | DRAFTS | {"num_attention_heads": 64, "o_groups": 16},
+    "hy": V32
+    | {
+        "architectures": ["HYV4ForCausalLM"],
+        "model_type": "hy_v4",
+        "indexer_types": ["full"],
+        "layer_types": ["deepseek_sparse_attention"],
+        "mlp_layer_types": ["dense"],
+    },
     "llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -339,11 +347,11 @@ def test_drafts_of_other_models_keep_their_backend(command, said, chosen):
 @pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.acting_as])
 def test_the_example_serves_as_an_older_gpu_by_the_usual_command(command, folders, name):
     mode = MODES[name]
-    family = {"deepseek_v32": "v32", "deepseek_v4": "v4"}[mode.model]
+    family = {"deepseek_v32": "v32", "deepseek_v4": "v4", "hy_v4": "hy"}[mode.model]
     capability = {"sm_80": (8, 0), "sm_89": (8, 9)}[mode.acting_as]
     config = command(family, capability, mode.plugins, **engine_arguments(mode, folders[family]))
     assert config.attention_config.backend == CUSTOM
-    assert config.cache_config.cache_dtype == ("fp8_ds_mla" if family == "v32" else "fp8")
+    assert config.cache_config.cache_dtype == ("fp8" if family == "v4" else "fp8_ds_mla")
     assert config.model_config.enforce_eager == (not mode.graphs)
 
 

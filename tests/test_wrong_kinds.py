@@ -349,6 +349,7 @@ VALID = {
         "seq_lens": torch.tensor([0, 5]),
     },
     "sparsemla.ContextShard.longest": lambda: {"self": ContextShard(1, 2), "seq_len": 5},
+    "sparsemla.ContextShard.longest_context": lambda: {"self": ContextShard(1, 2), "num_rows": 5},
     "sparsemla.ContextShard.positions": lambda: {
         "self": ContextShard(1, 2),
         "rows": torch.tensor([0, 5, -1]),
