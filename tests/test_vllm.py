@@ -65,7 +65,7 @@ with warnings.catch_warnings():
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.lora_weights import LoRALayerWeights
     from vllm.model_executor.custom_op import op_registry_oot
-    from vllm.model_executor.layers import mla, sparse_attn_indexer
+    from vllm.model_executor.layers import mla, rotary_embedding, sparse_attn_indexer
     from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -294,7 +294,8 @@ def test_plugins_are_found_in_a_new_process(run_code):
 
 @pytest.fixture
 def plain_vllm(monkeypatch):
-    """vLLM's registries, put back afterwards."""
+    """vLLM's registries, put back afterwards, and no embedding of a test with other settings."""
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
     for registry in (op_registry_oot, ModelRegistry.models):
         for name in {*GENERIC_MODELS, *registry} & set(registry):
             monkeypatch.setitem(registry, name, registry[name])
