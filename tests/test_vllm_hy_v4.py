@@ -235,12 +235,6 @@ def tiny(tmp_path):
     return configured(tmp_path)
 
 
-@pytest.fixture(autouse=True)
-def _vllms_indexer(monkeypatch):
-    """vLLM's class of indexers, put back afterwards."""
-    monkeypatch.setattr(theirs, "Indexer", theirs.Indexer)
-
-
 @pytest.fixture
 def registered(monkeypatch):
     """Heads, top-k and options of the indexers whose kernels are registered."""

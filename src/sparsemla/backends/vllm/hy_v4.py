@@ -4,7 +4,9 @@ vLLM's layer makes its indexer itself and calls it before its attention. The mod
 the class that it makes; all else is vLLM's.
 """
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,6 +47,17 @@ class Indexer(attention.Indexer):
         return run_indexer(self, hidden_states, qr, positions, rotary_emb, rope_first=False)
 
 
+@contextlib.contextmanager
+def exchanged() -> Iterator[None]:
+    """Exchange vLLM's class of indexers, as long as a model is built."""
+    theirs = attention.Indexer
+    attention.Indexer = Indexer
+    try:
+        yield
+    finally:
+        attention.Indexer = theirs
+
+
 class WithIndexer(nn.Module):
     """A model of vLLM, built with this package's indexer.
 
@@ -55,8 +68,8 @@ class WithIndexer(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         check(HY_V4, sys.modules[__name__])
-        attention.Indexer = Indexer
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        with exchanged():
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
         for layer in self.modules():
             if isinstance(layer, attention.HYV4MLAAttention) and layer.indexer is not None:
                 register_indexer(
