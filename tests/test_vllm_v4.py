@@ -804,7 +804,7 @@ def test_a_part_that_was_not_exchanged_stops_the_start(config, part):
 
 def test_a_vllm_that_does_not_fit_stops_the_start(build_model, monkeypatch):
     row = surface.Dependency("vllm:gone", "a purpose")
-    monkeypatch.setattr(deepseek_v4, "DEEPSEEK_V4", (row,))
+    monkeypatch.setattr(surface, "DEEPSEEK_V4", (row,))
     with pytest.raises(RuntimeError, match="vllm:gone"):
         build_model("CUSTOM")
     build_model(None)  # other backends are not concerned
@@ -1071,13 +1071,13 @@ def test_steps_reach_no_kernel_that_was_not_warmed_up(
                 "fused_rope_rmsnorm_quant",
                 "pool_windows",
                 "prepare_index_queries",
-                "project_groups",
                 "sparse_decode",
                 "sparse_prefill",
                 "to_slots",
             ),
             conversions: ("gather_dequant", "sparse_prefill", "to_slots"),
             indexer: ("indexer_topk",),
+            projection: ("project_groups",),
         },
     )
     x = engine.draw.normal(48, HIDDEN).bfloat16()

@@ -56,7 +56,7 @@ with warnings.catch_warnings():
     from vllm.v1.worker.workspace import init_workspace_manager
 
     from sparsemla.backends import vllm as plugins
-    from sparsemla.backends.vllm import deepseek_v41, surface, warmup
+    from sparsemla.backends.vllm import deepseek_v41, projection, surface, warmup
 
 import replay
 from sparsemla import FP8_528, FP8_584, INDEX_FP8, PagedCache, group_o_a_proj, reference
@@ -679,7 +679,7 @@ def test_a_part_that_was_not_exchanged_stops_the_start(config, part):
 
 def test_a_vllm_that_does_not_fit_stops_the_start(build_model, monkeypatch):
     row = surface.Dependency("vllm:gone", "a purpose")
-    monkeypatch.setattr(deepseek_v41, "DEEPSEEK_V41", (row,))
+    monkeypatch.setattr(surface, "DEEPSEEK_V41", (row,))
     with pytest.raises(RuntimeError, match="vllm:gone"):
         build_model("CUSTOM")
     build_model(None)  # other backends are not concerned
@@ -737,18 +737,17 @@ def test_steps_reach_no_kernel_that_was_not_warmed_up(run_python, config, monkey
         "indexer_topk_of_blocks",
         "pool_windows",
         "prepare_index_queries",
-        "project_groups",
         "sparse_decode",
         "sparse_prefill",
         "to_slots",
     )
-    calls = replay.spy(monkeypatch, {deepseek_v41: ops})
+    calls = replay.spy(monkeypatch, {deepseek_v41: ops, projection: ("project_groups",)})
     x = engine.draw.normal(48, HIDDEN).bfloat16()
     engine.step([(0, 0, x[:40])])
     engine.step([(0, 40, x[40:41]), (1, 0, x[:5])])
     engine.step([(0, 41, x[41:42]), (1, 5, x[5:6])], padding=3)
     engine.step([(0, 42, x[42:43]), (1, 6, x[6:9]), (2, 0, x[:40])])
-    assert {op for op, *_ in calls} == set(ops)
+    assert {op for op, *_ in calls} == {*ops, "project_groups"}
     servings = [serving for layer in layers for serving in layer.selections()]
     sweeps = [sweep for layer in layers for sweep in layer.sweeps()]
     assert replay.missing_kernels(run_python, calls, *servings, steps=sweeps) == []

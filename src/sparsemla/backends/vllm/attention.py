@@ -633,15 +633,7 @@ class SparseMLAImpl(SparseMLACommonImpl[SparseMLAMetadata]):
             )
 
     def _workspace(self) -> Tensor | None:
-        """Workspace of :func:`sparsemla.sparse_decode`, shared by all layers.
-
-        Every call asks for the largest size that the layer ever needs: each of vLLM's microbatches
-        has a separate workspace, and vLLM forbids its growth after decodes have been captured.
-        """
-        if self.workspace_bytes == 0:
-            return None
-        spec = ((self.workspace_bytes,), torch.uint8)
-        return current_workspace_manager().get_simultaneous(spec)[0]
+        return decode_workspace(self.workspace_bytes)
 
     def forward_mqa(
         self,
@@ -884,3 +876,14 @@ def _conversion_pays_off(
 def decode_workspace_bytes(max_tokens: int, num_heads: int, device: torch.device) -> int:
     """:func:`decode_workspace_size`, computed once for all layers."""
     return decode_workspace_size(max_tokens, 1, num_heads, device=device)
+
+
+def decode_workspace(num_bytes: int) -> Tensor | None:
+    """Workspace of :func:`sparsemla.sparse_decode`, shared by all layers; None for no bytes.
+
+    Every call of a layer asks for the largest size that it ever needs: each of vLLM's microbatches
+    has a separate workspace, and vLLM forbids its growth after decodes have been captured.
+    """
+    if num_bytes == 0:
+        return None
+    return current_workspace_manager().get_simultaneous(((num_bytes,), torch.uint8))[0]

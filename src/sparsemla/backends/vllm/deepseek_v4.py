@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
@@ -53,7 +52,6 @@ from vllm.models.deepseek_v4.sparse_mla import (
     DeepseekV4FlashMLABackend,
     DeepseekV4FlashMLAMetadata,
 )
-from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.deep_gemm import is_deep_gemm_supported
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
@@ -72,13 +70,12 @@ from sparsemla import (
     fused_rope_rmsnorm_quant,
     pool_windows,
     prepare_index_queries,
-    project_groups,
     sparse_decode,
     sparse_prefill,
     to_slots,
 )
-from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
-from sparsemla.backends.vllm.attention import decode_workspace_bytes
+from sparsemla.backends.vllm import settings, surface
+from sparsemla.backends.vllm.attention import decode_workspace, decode_workspace_bytes
 from sparsemla.backends.vllm.conversions import (
     ROW_BYTES,
     Chosen,
@@ -94,16 +91,11 @@ from sparsemla.backends.vllm.indexer import (
     reserve_memory,
     select_keys,
 )
-from sparsemla.backends.vllm.projection import GroupProjection
-from sparsemla.backends.vllm.settings import adapted, unread_by_indexer
-from sparsemla.backends.vllm.surface import DEEPSEEK_V4, check
+from sparsemla.backends.vllm.projection import GroupProjection, update_projections
 from sparsemla.backends.vllm.warmup import register_layers
 
 RATIOS = 1, 4, 128
 """Tokens of an entry; 1 in layers without entries."""
-
-CACHES = ("auto", "fp8", "fp8_ds_mla")
-"""Values of ``kv_cache_dtype`` that vLLM turns into records of 584 bytes."""
 
 REPLACED = ("vllm.models.deepseek_v4.common.ops.", "vllm.models.deepseek_v4.nvidia.ops.")
 """Modules of vLLM's kernels that no exchanged layer calls, and that some GPUs cannot compile."""
@@ -475,13 +467,7 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
             if not type(kernel).__module__.startswith(REPLACED):
                 for arguments, options in registrations:
                     JitWarmupRegistry.register(kernel, *arguments, **options)
-        self.group_projection = GroupProjection(
-            self.wo_a,
-            self.n_local_groups,
-            self.o_lora_rank,
-            self.n_heads * self.head_dim // self.n_groups,
-            f"{prefix}.wo_a",
-        )
+        self.group_projection = GroupProjection.of(self, prefix)
         self.decode_rows = self.window_size
         device = self.attn_sink.device
         rule = conversion_rule(vllm_config, self.compress_ratio, device)
@@ -490,7 +476,7 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
             decode_workspace_bytes(self.max_num_batched_tokens, self.n_local_heads, device),
             self.conversion_rows * ROW_BYTES,
         )
-        self._workspace()  # grow it now: captured graphs hold its address
+        decode_workspace(self.workspace_bytes)  # grow it now: captured graphs hold its address
         register_layers(type(self))
 
     @classmethod
@@ -545,16 +531,6 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
             out=q,
         )
 
-    def _workspace(self) -> Tensor | None:
-        """Workspace of :func:`sparsemla.sparse_decode`, shared by all layers.
-
-        It is as large as that of any step, because vLLM gives each microbatch one of its own.
-        """
-        if self.workspace_bytes == 0:
-            return None
-        spec = ((self.workspace_bytes,), torch.uint8)
-        return current_workspace_manager().get_simultaneous(spec)[0]
-
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of a step over the window and over entries.
 
@@ -566,7 +542,7 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
         """
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
-            self._workspace()
+            decode_workspace(self.workspace_bytes)
             output.zero_()
             return
         window = metadata[self.swa_cache_layer.prefix]
@@ -629,7 +605,7 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
                 extra_cache=cache,
                 extra_topk_indices=slots,
                 extra_topk_lengths=lengths,
-                workspace=self._workspace(),
+                workspace=decode_workspace(self.workspace_bytes),
                 out=output[decodes, None],
                 **shared,
             )
@@ -663,13 +639,8 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
         self.group_projection.refresh()
 
     def _o_proj(self, o: Tensor, positions: Tensor) -> Tensor:
-        groups = project_groups(
-            o,
-            self.group_projection.weight(),
-            cos_sin_cache=self.rotary_emb.cos_sin_cache,
-            positions=positions,
-        )
-        return self.wo_b(groups.flatten(1))
+        groups = self.group_projection(o, positions, self.rotary_emb.cos_sin_cache)
+        return self.wo_b(groups)
 
 
 class WithAttention(nn.Module):
@@ -684,7 +655,7 @@ class WithAttention(nn.Module):
         if vllm_config.attention_config.backend != AttentionBackendEnum.CUSTOM:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             return
-        check(DEEPSEEK_V4, sys.modules[__name__])
+        surface.check(surface.DEEPSEEK_V4, sys.modules[__name__])
         refuse(vllm_config, drafts_blocks=isinstance(self, DSparkDraft))
         if not is_deep_gemm_supported():
             model.mhc_pre_broadcast_tilelang = first_streams
@@ -695,9 +666,7 @@ class WithAttention(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load weights of a checkpoint, as vLLM's class does."""
         loaded: set[str] = super().load_weights(weights)  # type: ignore[misc]
-        for layer in self.modules():
-            if isinstance(layer, GroupProjection):
-                layer.update()
+        update_projections(self)
         return loaded
 
 
@@ -786,32 +755,19 @@ def check_layers(built: nn.Module) -> list[SparseMLAV4Attention]:
     Raises:
         RuntimeError: there is none, or a part of one is vLLM's.
     """
-    layers = [each for each in built.modules() if isinstance(each, attention.DeepseekV4Attention)]
-    for layer in layers:
-        indexer, compressor = layer.indexer, layer.compressor
-        parts: list[tuple[nn.Module, type]] = [(layer, SparseMLAV4Attention)]
-        if compressor is not None:
-            parts.append((compressor, Compressor))
-        if indexer is not None:
-            parts += [
-                (indexer, Indexer),
-                (indexer.compressor, Compressor),
-                (indexer.k_cache, IndexCache),
-                (indexer.indexer_op, Selection),
-            ]
-        for part, expected in parts:
-            if type(part) is not expected:
-                raise RuntimeError(
-                    f"sparsemla: {layer.prefix} must have a {expected.__name__} of this package, "
-                    f"got {type(part).__module__}.{type(part).__name__}; serve without "
-                    "--attention-backend CUSTOM"
-                )
-    if not layers:
-        raise RuntimeError(
-            f"sparsemla: {type(built).__name__} must have layers of vllm.models.deepseek_v4, got "
-            "none; serve without --attention-backend CUSTOM"
-        )
-    return layers
+    return surface.check_layers(built, attention.DeepseekV4Attention, _parts)
+
+
+def _parts(layer: attention.DeepseekV4Attention) -> Iterator[tuple[nn.Module, type]]:
+    """What is exchanged in a layer, with the class that it must have."""
+    yield layer, SparseMLAV4Attention
+    if layer.compressor is not None:
+        yield layer.compressor, Compressor
+    if (indexer := layer.indexer) is not None:
+        yield indexer, Indexer
+        yield indexer.compressor, Compressor
+        yield indexer.k_cache, IndexCache
+        yield indexer.indexer_op, Selection
 
 
 def refuse(config: VllmConfig, *, drafts_blocks: bool = False) -> None:
@@ -821,58 +777,22 @@ def refuse(config: VllmConfig, *, drafts_blocks: bool = False) -> None:
         config: vLLM's.
         drafts_blocks: the model is DSpark's, for which vLLM sets ``use_non_causal``.
     """
-    text, parallel = config.model_config.hf_text_config, config.parallel_config
-    speculative = config.speculative_config
-    capability = current_platform.get_device_capability()
-    dims = {name: getattr(text, name, None) for name in ("head_dim", "qk_rope_head_dim")}
-    index_dim = getattr(text, "index_head_dim", None)
+    text, speculative = config.model_config.hf_text_config, config.speculative_config
     ratios = set(getattr(text, "compress_rates", {}).values())
-    adapters, offload = adapted(config, "wo_a", "fused_wkv_wgate"), config.offload_config
-    problems = {
-        "DeepSeek-V4 is served on NVIDIA GPUs only": current_platform.is_rocm()
-        or current_platform.is_xpu()
-        or current_platform.is_cpu(),
-        f"the GPU must be sm_80 or newer, got {capability}": capability is not None
-        and not CompressedBackend.supports_compute_capability(capability),
-        f"--kv-cache-dtype must be one of {', '.join(CACHES)}; got "
-        f"{config.cache_config.cache_dtype}": config.cache_config.cache_dtype not in CACHES,
-        "indexer_kv_dtype must be fp8": dsa_indexer_uses_fp4(config),
-        f"the model's head_dim and qk_rope_head_dim must be 512 and 64, got {dims}": tuple(
-            dims.values()
-        )
-        != (512, 64),
-        f"the model's index_head_dim must be 128, got {index_dim}": index_dim != 128,
-        f"the model's compress_rates must be 4 and 128, got {sorted(ratios)}": not ratios
-        <= {0, 1, 4, 128},
-        "decode_context_parallel_size must be 1": parallel.decode_context_parallel_size > 1,
-        "prefill_context_parallel_size must be 1": parallel.prefill_context_parallel_size > 1,
-        "HiSparse must be off": config.attention_config.hisparse_config is not None,
-        "images are not supported": getattr(text, "vision_n_layers", 0) > 0,
-        "DSpark's drafts need the attention backend CUSTOM, which they take from the model; got "
-        f"{getattr(speculative, 'attention_backend', None)}": speculative is not None
-        and speculative.use_dspark()
-        and speculative.attention_backend not in (None, AttentionBackendEnum.CUSTOM),
-        "batch invariance is not supported": envs.VLLM_BATCH_INVARIANT,
-        f"{FP8_MMA} must be unset, as no kernel has FP8 MMAs for rows of 512 dims": (
-            permits_fp8_mma()
-        ),
-        f"the model's dtype must be bfloat16, got {config.model_config.dtype}": (
-            config.model_config.dtype != torch.bfloat16
-        ),
-        "use_non_causal must be off": config.attention_config.use_non_causal and not drafts_blocks,
-        "kv_cache_dtype_skip_layers must be empty, as all layers have the same caches": bool(
-            config.cache_config.kv_cache_dtype_skip_layers
-        ),
-        adapters or "": adapters is not None,
-        # The output projection's matrices are views of parameters that must stay where they are.
-        "offload_group_size must be 0": offload.prefetch.offload_group_size > 0,
-        "cpu_offload_gb needs VLLM_WEIGHT_OFFLOADING_DISABLE_UVA unset": offload.uva.cpu_offload_gb
-        > 0
-        and envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA,
-        **unread_by_indexer(config),
-    }
-    for problem, present in problems.items():
-        if present:
-            raise ValueError(
-                f"sparsemla: {problem}; otherwise serve without --attention-backend CUSTOM"
-            )
+    settings.refuse_windowed(
+        config,
+        text,
+        "DeepSeek-V4",
+        {
+            "indexer_kv_dtype must be fp8": dsa_indexer_uses_fp4(config),
+            f"the model's compress_rates must be 4 and 128, got {sorted(ratios)}": not ratios
+            <= {0, 1, 4, 128},
+            "images are not supported": getattr(text, "vision_n_layers", 0) > 0,
+            "DSpark's drafts need the attention backend CUSTOM, which they take from the model; "
+            f"got {getattr(speculative, 'attention_backend', None)}": speculative is not None
+            and speculative.use_dspark()
+            and speculative.attention_backend not in (None, AttentionBackendEnum.CUSTOM),
+            "use_non_causal must be off": config.attention_config.use_non_causal
+            and not drafts_blocks,
+        },
+    )

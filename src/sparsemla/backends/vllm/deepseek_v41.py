@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm import envs
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
@@ -50,14 +49,11 @@ from vllm.models.deepseek_v41.sparse_mla import (
     DeepseekV4FlashMLABackend,
     DeepseekV4FlashMLAMetadata,
 )
-from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.indexer import DeepseekV41IndexerBackend, dsa_indexer_uses_fp4
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import AttentionSpec
-from vllm.v1.worker.workspace import current_workspace_manager
 
 from sparsemla import (
     FP8_528,
@@ -72,13 +68,12 @@ from sparsemla import (
     indexer_topk_of_blocks,
     pool_windows,
     prepare_index_queries,
-    project_groups,
     sparse_decode,
     sparse_prefill,
     to_slots,
 )
-from sparsemla.backends.environment import FP8_MMA, permits_fp8_mma
-from sparsemla.backends.vllm.attention import decode_workspace_bytes
+from sparsemla.backends.vllm import settings, surface
+from sparsemla.backends.vllm.attention import decode_workspace, decode_workspace_bytes
 from sparsemla.backends.vllm.indexer import (
     EntryMetadataBuilder,
     IndexerBackend,
@@ -86,14 +81,9 @@ from sparsemla.backends.vllm.indexer import (
     max_score_bytes,
     reserve_memory,
 )
-from sparsemla.backends.vllm.projection import GroupProjection
-from sparsemla.backends.vllm.settings import adapted, shard_min_rows, unread_by_indexer
-from sparsemla.backends.vllm.surface import DEEPSEEK_V41, check
+from sparsemla.backends.vllm.projection import GroupProjection, update_projections
 from sparsemla.backends.vllm.warmup import register_shared_layers
 from sparsemla.pooling import NO_NORM
-
-CACHES = ("auto", "fp8", "fp8_ds_mla")
-"""Values of ``kv_cache_dtype`` that vLLM turns into records of 584 bytes, on sm_100 of 528."""
 
 
 @dataclass
@@ -288,14 +278,8 @@ def write_rows(
 class UndividedMetadataBuilder(EntryMetadataBuilder):
     """Builds metadata of index keys, where each rank selects for all rows."""
 
-    def __init__(
-        self,
-        kv_cache_spec: AttentionSpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on to vLLM
+        super().__init__(*args, **kwargs)
         self.rule = None
 
 
@@ -525,17 +509,11 @@ class SparseMLAV41Attention(attention.DeepseekV4Attention):
         self.row_format = FP8_528 if self.kv_mxfp8 else FP8_584
         if self._o_proj_block_size == 32:  # MXFP8
             self.wo_a.is_bmm = False  # or DeepGEMM's kernel on sm_100 takes the weight apart
-        self.group_projection = GroupProjection(
-            self.wo_a,
-            self.n_local_groups,
-            self.o_lora_rank,
-            self.n_heads * self.head_dim // self.n_groups,
-            f"{prefix}.wo_a",
-        )
+        self.group_projection = GroupProjection.of(self, prefix)
         self.workspace_bytes = decode_workspace_bytes(
             self.max_num_batched_tokens, self.n_local_heads, self.attn_sink.device
         )
-        self._workspace()  # grow it now: captured graphs hold its address
+        decode_workspace(self.workspace_bytes)  # grow it now: captured graphs hold its address
         register_shared_layers(type(self))
 
     @classmethod
@@ -576,16 +554,6 @@ class SparseMLAV41Attention(attention.DeepseekV4Attention):
             )
         return q
 
-    def _workspace(self) -> Tensor | None:
-        """Workspace of :func:`sparsemla.sparse_decode`, shared by all layers.
-
-        It is as large as that of any step, because vLLM gives each microbatch one of its own.
-        """
-        if self.workspace_bytes == 0:
-            return None
-        spec = ((self.workspace_bytes,), torch.uint8)
-        return current_workspace_manager().get_simultaneous(spec)[0]
-
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
         """Attention of a step over the window and over entries.
 
@@ -597,7 +565,7 @@ class SparseMLAV41Attention(attention.DeepseekV4Attention):
         """
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
-            self._workspace()
+            decode_workspace(self.workspace_bytes)
             output.zero_()
             return
         window = metadata[self.swa_cache_layer.prefix]
@@ -636,7 +604,7 @@ class SparseMLAV41Attention(attention.DeepseekV4Attention):
                 window.decode_swa_indices,
                 topk_lengths=window.decode_swa_lens,
                 extra_topk_indices=slots,
-                workspace=self._workspace(),
+                workspace=decode_workspace(self.workspace_bytes),
                 out=output[decodes, None],
                 **shared,
             )
@@ -661,13 +629,8 @@ class SparseMLAV41Attention(attention.DeepseekV4Attention):
         self.group_projection.refresh()
 
     def _o_proj(self, attn_out: Tensor, positions: Tensor) -> Tensor:
-        groups = project_groups(
-            attn_out,
-            self.group_projection.weight(),
-            cos_sin_cache=self.rotary_emb.cos_sin_cache,
-            positions=positions,
-        )
-        return self._wo_b_proj(groups.flatten(1))
+        groups = self.group_projection(attn_out, positions, self.rotary_emb.cos_sin_cache)
+        return self._wo_b_proj(groups)
 
 
 class DeepseekV41ForCausalLM(deepseek_v41.DeepseekV41ForCausalLM):
@@ -682,7 +645,7 @@ class DeepseekV41ForCausalLM(deepseek_v41.DeepseekV41ForCausalLM):
         if vllm_config.attention_config.backend != AttentionBackendEnum.CUSTOM:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             return
-        check(DEEPSEEK_V41, sys.modules[__name__])
+        surface.check(surface.DEEPSEEK_V41, sys.modules[__name__])
         refuse(vllm_config)
         with exchanged():
             super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -691,9 +654,7 @@ class DeepseekV41ForCausalLM(deepseek_v41.DeepseekV41ForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load weights of a checkpoint, as vLLM's class does."""
         loaded: set[str] = super().load_weights(weights)
-        for layer in self.modules():
-            if isinstance(layer, GroupProjection):
-                layer.update()
+        update_projections(self)
         return loaded
 
 
@@ -717,31 +678,18 @@ def check_layers(built: nn.Module) -> list[SparseMLAV41Attention]:
     Raises:
         RuntimeError: there is none, or a part of one is vLLM's.
     """
-    layers = [each for each in built.modules() if isinstance(each, attention.DeepseekV4Attention)]
-    for layer in layers:
-        indexer, compressor = layer.indexer, layer.compressor
-        parts: list[tuple[nn.Module, type]] = [(layer, SparseMLAV41Attention)]
-        if compressor is not None:
-            parts.append((compressor, Compressor))
-        if indexer is not None:
-            parts += [
-                (indexer, Indexer),
-                (indexer.k_cache, IndexCache),
-                (indexer.indexer_op, Selection),
-            ]
-        for part, expected in parts:
-            if type(part) is not expected:
-                raise RuntimeError(
-                    f"sparsemla: {layer.prefix} must have a {expected.__name__} of this package, "
-                    f"got {type(part).__module__}.{type(part).__name__}; serve without "
-                    "--attention-backend CUSTOM"
-                )
-    if not layers:
-        raise RuntimeError(
-            f"sparsemla: {type(built).__name__} must have layers of vllm.models.deepseek_v41, got "
-            "none; serve without --attention-backend CUSTOM"
-        )
-    return layers
+    return surface.check_layers(built, attention.DeepseekV4Attention, _parts)
+
+
+def _parts(layer: attention.DeepseekV4Attention) -> Iterator[tuple[nn.Module, type]]:
+    """What is exchanged in a layer, with the class that it must have."""
+    yield layer, SparseMLAV41Attention
+    if layer.compressor is not None:
+        yield layer.compressor, Compressor
+    if (indexer := layer.indexer) is not None:
+        yield indexer, Indexer
+        yield indexer.k_cache, IndexCache
+        yield indexer.indexer_op, Selection
 
 
 def refuse(config: VllmConfig) -> None:
@@ -750,65 +698,29 @@ def refuse(config: VllmConfig) -> None:
     Args:
         config: vLLM's.
     """
-    found, parallel = config.model_config.hf_config, config.parallel_config
-    speculative, capability = config.speculative_config, current_platform.get_device_capability()
-    dims = {name: getattr(found, name, None) for name in ("head_dim", "qk_rope_head_dim")}
-    index_dim = getattr(found, "index_head_dim", None)
-    adapters, offload = adapted(config, "wo_a", "fused_wkv_wgate"), config.offload_config
-    problems = {
-        "DeepSeek-V4.1 is served on NVIDIA GPUs only": current_platform.is_rocm()
-        or current_platform.is_xpu()
-        or current_platform.is_cpu(),
-        f"the GPU must be sm_80 or newer, got {capability}": capability is not None
-        and not SharedEntriesBackend.supports_compute_capability(capability),
-        f"--kv-cache-dtype must be one of {', '.join(CACHES)}; got "
-        f"{config.cache_config.cache_dtype}": config.cache_config.cache_dtype not in CACHES,
-        "indexer_kv_dtype must be fp8": dsa_indexer_uses_fp4(config),
-        "indexer_tp_shard_min_rows must not be set, as each rank selects for all rows": (
-            shard_min_rows(config) is not None
-        ),
-        f"the model's head_dim and qk_rope_head_dim must be 512 and 64, got {dims}": tuple(
-            dims.values()
-        )
-        != (512, 64),
-        f"the model's index_head_dim must be 128, got {index_dim}": index_dim != 128,
-        "the model's layers that select from candidate blocks must have entries of as many tokens "
-        f"as candidate_source_layer_id, got {_candidate_ratios(found)}": (
-            len(set(_candidate_ratios(found))) > 1
-        ),
-        "decode_context_parallel_size must be 1": parallel.decode_context_parallel_size > 1,
-        "prefill_context_parallel_size must be 1": parallel.prefill_context_parallel_size > 1,
-        "HiSparse must be off": config.attention_config.hisparse_config is not None,
-        "DSpark's drafts must be off, as they choose among vLLM's own classes of attention": (
-            speculative is not None and speculative.use_dspark()
-        ),
-        "batch invariance is not supported": envs.VLLM_BATCH_INVARIANT,
-        f"{FP8_MMA} must be unset, as no kernel has FP8 MMAs for rows of 512 dims": (
-            permits_fp8_mma()
-        ),
-        f"the model's dtype must be bfloat16, got {config.model_config.dtype}": (
-            config.model_config.dtype != torch.bfloat16
-        ),
-        "use_non_causal must be off": config.attention_config.use_non_causal,
-        "swa_bounded_replay must be off, as these layers do not compute windows again": (
-            config.cache_config.swa_bounded_replay
-        ),
-        "kv_cache_dtype_skip_layers must be empty, as all layers have the same caches": bool(
-            config.cache_config.kv_cache_dtype_skip_layers
-        ),
-        adapters or "": adapters is not None,
-        # The output projection's matrices are views of parameters that must stay where they are.
-        "offload_group_size must be 0": offload.prefetch.offload_group_size > 0,
-        "cpu_offload_gb needs VLLM_WEIGHT_OFFLOADING_DISABLE_UVA unset": offload.uva.cpu_offload_gb
-        > 0
-        and envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA,
-        **unread_by_indexer(config),
-    }
-    for problem, present in problems.items():
-        if present:
-            raise ValueError(
-                f"sparsemla: {problem}; otherwise serve without --attention-backend CUSTOM"
-            )
+    found, speculative = config.model_config.hf_config, config.speculative_config
+    settings.refuse_windowed(
+        config,
+        found,
+        "DeepSeek-V4.1",
+        {
+            "indexer_kv_dtype must be fp8": dsa_indexer_uses_fp4(config),
+            "indexer_tp_shard_min_rows must not be set, as each rank selects for all rows": (
+                settings.shard_min_rows(config) is not None
+            ),
+            "the model's layers that select from candidate blocks must have entries of as many "
+            f"tokens as candidate_source_layer_id, got {_candidate_ratios(found)}": (
+                len(set(_candidate_ratios(found))) > 1
+            ),
+            "DSpark's drafts must be off, as they choose among vLLM's own classes of attention": (
+                speculative is not None and speculative.use_dspark()
+            ),
+            "use_non_causal must be off": config.attention_config.use_non_causal,
+            "swa_bounded_replay must be off, as these layers do not compute windows again": (
+                config.cache_config.swa_bounded_replay
+            ),
+        },
+    )
 
 
 def _candidate_ratios(config: Any) -> list[int]:  # noqa: ANN401 - of transformers

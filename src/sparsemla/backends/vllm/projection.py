@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from sparsemla import HeadWeight, projection_weight
+from sparsemla import HeadWeight, project_groups, projection_weight
 
 BLOCK = 128
 """Rows and columns that share a scale of e4m3 codes."""
@@ -52,6 +52,25 @@ class GroupProjection(nn.Module):
         self.register_buffer("unpacked", None, persistent=False)
         self.register_buffer("scale", None, persistent=False)
         self._weight: HeadWeight | None = None
+
+    @classmethod
+    def of(cls, layer: Any, prefix: str) -> GroupProjection:  # noqa: ANN401 - a layer of vLLM
+        """That of an attention layer of DeepSeek-V4 or V4.1, called ``prefix``."""
+        inputs = layer.n_heads * layer.head_dim // layer.n_groups
+        return cls(layer.wo_a, layer.n_local_groups, layer.o_lora_rank, inputs, f"{prefix}.wo_a")
+
+    def forward(self, out: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> Tensor:
+        """Rotate heads back and project each group, ``[T, G * N]``.
+
+        Args:
+            out: ``[T, H, 512]``, what heads attended to.
+            positions: int64 ``[T]``.
+            cos_sin_cache: float32 ``[P, 64]``, of :func:`sparsemla.project_groups`.
+        """
+        groups = project_groups(
+            out, self.weight(), cos_sin_cache=cos_sin_cache, positions=positions
+        )
+        return groups.flatten(1)
 
     def weight(self) -> HeadWeight:
         """``[G, N, K]``, with the parameters' present values."""
@@ -137,6 +156,13 @@ class GroupProjection(nn.Module):
         # vLLM looks parameters up by this method to overwrite them without any other call.
         self.linear.get_parameter = functools.partial(_refuse_update, self.name)
         return made.contiguous() if kept is None else kept.copy_(made)
+
+
+def update_projections(model: nn.Module) -> None:
+    """:meth:`GroupProjection.update` of all layers of a model, after a load of weights."""
+    for layer in model.modules():
+        if isinstance(layer, GroupProjection):
+            layer.update()
 
 
 def _refuse_update(layer: str, name: str) -> NoReturn:

@@ -514,6 +514,77 @@ def unread_by_indexer(config: VllmConfig) -> dict[str, bool]:
     }
 
 
+WINDOWED_CACHES = ("auto", "fp8", "fp8_ds_mla")
+"""Values of ``kv_cache_dtype`` that vLLM turns into records of 584 bytes, for DeepSeek-V4.1 on
+sm_100 of 528."""
+
+
+def refuse_windowed(
+    config: VllmConfig,
+    model: Any,  # noqa: ANN401 - of transformers
+    name: str,
+    more: dict[str, bool],
+) -> None:
+    """Raise ValueError for what layers over windows and entries do not support.
+
+    Args:
+        config: vLLM's.
+        model: the configuration with the dims of the layers.
+        name: the family: DeepSeek-V4 or DeepSeek-V4.1.
+        more: its other problems, and whether each is present.
+    """
+    import torch
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    parallel, cache_dtype = config.parallel_config, config.cache_config.cache_dtype
+    capability = current_platform.get_device_capability()
+    dims = {key: getattr(model, key, None) for key in ("head_dim", "qk_rope_head_dim")}
+    index_dim = getattr(model, "index_head_dim", None)
+    adapters, offload = adapted(config, "wo_a", "fused_wkv_wgate"), config.offload_config
+    problems = {
+        f"{name} is served on NVIDIA GPUs only": current_platform.is_rocm()
+        or current_platform.is_xpu()
+        or current_platform.is_cpu(),
+        f"the GPU must be sm_80 or newer, got {capability}": capability is not None
+        and capability.major < 8,
+        f"--kv-cache-dtype must be one of {', '.join(WINDOWED_CACHES)}; got {cache_dtype}": (
+            cache_dtype not in WINDOWED_CACHES
+        ),
+        f"the model's head_dim and qk_rope_head_dim must be 512 and 64, got {dims}": tuple(
+            dims.values()
+        )
+        != (512, 64),
+        f"the model's index_head_dim must be 128, got {index_dim}": index_dim != 128,
+        "decode_context_parallel_size must be 1": parallel.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size must be 1": parallel.prefill_context_parallel_size > 1,
+        "HiSparse must be off": config.attention_config.hisparse_config is not None,
+        "batch invariance is not supported": envs.VLLM_BATCH_INVARIANT,
+        f"{FP8_MMA} must be unset, as no kernel has FP8 MMAs for rows of 512 dims": (
+            permits_fp8_mma()
+        ),
+        f"the model's dtype must be bfloat16, got {config.model_config.dtype}": (
+            config.model_config.dtype != torch.bfloat16
+        ),
+        "kv_cache_dtype_skip_layers must be empty, as all layers have the same caches": bool(
+            config.cache_config.kv_cache_dtype_skip_layers
+        ),
+        adapters or "": adapters is not None,
+        # The output projection's matrices are views of parameters that must stay where they are.
+        "offload_group_size must be 0": offload.prefetch.offload_group_size > 0,
+        "cpu_offload_gb needs VLLM_WEIGHT_OFFLOADING_DISABLE_UVA unset": offload.uva.cpu_offload_gb
+        > 0
+        and envs.VLLM_WEIGHT_OFFLOADING_DISABLE_UVA,
+        **more,
+        **unread_by_indexer(config),
+    }
+    for problem, present in problems.items():
+        if present:
+            raise ValueError(
+                f"sparsemla: {problem}; otherwise serve without --attention-backend CUSTOM"
+            )
+
+
 NO_FNUZ = "the platform's FP8 dtype must be float8_e4m3fn, got float8_e4m3fnuz"
 """vLLM's kernels then write codes that mean other numbers to the kernels of this package."""
 

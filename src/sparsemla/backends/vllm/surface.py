@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -696,6 +696,38 @@ def _takes_any(cls: type, name: str, theirs: Function) -> bool:
         return True
     function = getattr(cls, name) if name == "__init__" else theirs
     return inspect.Parameter.VAR_POSITIONAL in {kind for _, kind, _ in parameters(function)}
+
+
+def check_layers(
+    built: Any,  # noqa: ANN401 - a model of vLLM
+    kind: type,
+    parts_of: Callable[[Any], Iterable[tuple[Any, type]]],
+) -> list[Any]:
+    """The layers of a model that was built with this package's classes in the place of vLLM's.
+
+    Args:
+        built: the model.
+        kind: vLLM's class of its layers.
+        parts_of: parts of a layer, itself included, each with the class that it must have.
+
+    Raises:
+        RuntimeError: there is no layer, or a part of one is vLLM's.
+    """
+    instead = "serve without --attention-backend CUSTOM"
+    layers: list[Any] = [each for each in built.modules() if isinstance(each, kind)]
+    for layer in layers:
+        for part, expected in parts_of(layer):
+            if type(part) is not expected:
+                raise RuntimeError(
+                    f"sparsemla: {layer.prefix} must have a {expected.__name__} of this package, "
+                    f"got {type(part).__module__}.{type(part).__name__}; {instead}"
+                )
+    if not layers:
+        package, _, _ = kind.__module__.rpartition(".")
+        raise RuntimeError(
+            f"sparsemla: {type(built).__name__} must have layers of {package}, got none; {instead}"
+        )
+    return layers
 
 
 def parameters(function: Function) -> list[tuple[str, Any, Any]]:
