@@ -592,9 +592,8 @@ def _flat(cache: PagedCache) -> PagedCache:
 
 def _write_keys(serving: Serving, cache: PagedCache, tokens: int) -> None:
     heads, dim = serving.index_heads, cache.format.head_dim
-    keys_and_weights = without_memory(
-        tokens, dim + heads, dtype=torch.bfloat16
-    )  # of one projection
+    # Of one projection.
+    keys_and_weights = without_memory(tokens, dim + heads, dtype=torch.bfloat16)
     fused_indexer_rope_quant(
         without_memory(tokens, heads, dim, dtype=torch.bfloat16),
         keys_and_weights[:, dim:],
