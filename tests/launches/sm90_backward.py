@@ -38,3 +38,4 @@ def backward(num_heads, head_dim, list_tokens=1):
 
 LAUNCHES = {f"h{heads} d{dim}": backward(heads, dim) for heads, dim in ((128, 576), (64, 512))}
 LAUNCHES |= {"h16, lists of 4": backward(16, 576, 4), "h64, lists of 2": backward(64, 576, 2)}
+LAUNCHES |= {"h64 d576": backward(64, 576), "h32, lists of 2": backward(32, 576, 2)}

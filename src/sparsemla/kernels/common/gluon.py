@@ -39,6 +39,14 @@ def opaque_zero(x):
     )
 
 
+@gluon.jit
+def opaque(x):
+    """``x``, an int32, of which LLVM knows nothing: it would compute what depends on it early."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 def descriptor(
     tensor: Tensor, shape: list[int], strides: list[int], box: list[int], layout: gl.constexpr
 ) -> TensorDescriptor:
