@@ -90,6 +90,12 @@ def attend(num_heads=64, dtype=torch.bfloat16, **options):
     }
 
 
+def gradients(num_heads=64, **options):
+    arguments = attend(num_heads, **options)
+    out = empty(6, num_heads, 512)
+    return {"dout": out, "out": out, "lse": empty(6, num_heads, dtype=torch.float32), **arguments}
+
+
 def shared(make, *args, **options):
     """Two tokens share a list."""
     lists = {"topk_indices": ints(3, 70), "token_mask": empty(3, 70, dtype=torch.uint8)}
@@ -122,6 +128,11 @@ HOPPER = [
     ("sparse_attention", attend(), "sm90.bf16"),
     ("sparse_attention", attend(16), "sm90.bf16_few_heads"),
     ("sparse_attention", shared(attend, 16), "sm90.bf16"),
+    ("sparse_attention_backward", gradients(64), "sm90.one_pass"),
+    ("sparse_attention_backward", gradients(65), "sm90"),
+    ("sparse_attention_backward", shared(gradients, 32), "sm90.one_pass"),
+    ("sparse_attention_backward", shared(gradients, 33), "sm90"),
+    ("sparse_attention_backward", gradients(129), "triton"),
 ]
 
 
