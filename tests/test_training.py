@@ -521,6 +521,18 @@ def test_on_a_gpu(stage):
         assert cosine > 0.97, (name, float(cosine))
 
 
+def _model_on_a_gpu() -> Any:
+    """A bfloat16 model with the same bits in every process.
+
+    Its weights come from factorisations, which more threads round elsewhere; a rank has only one.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model = make_model(topk=32, kv_lora_rank=512, index_head_dim=128)
+    torch.set_num_threads(threads)
+    return model.to("cuda", torch.bfloat16)
+
+
 def _train(
     rank: int, world: int, kind: str, stage: Any, device: str
 ) -> tuple[float, dict[str, Tensor]]:
@@ -529,8 +541,7 @@ def _train(
 
     model, ids = make_model(), tokens(4)
     if device == "cuda":
-        model = make_model(topk=32, kv_lora_rank=512, index_head_dim=128)
-        model.to("cuda", torch.bfloat16)
+        model = _model_on_a_gpu()
         ids = tokens(4, 100).cuda()
     with enable(model, training=stage) as training:
         if stage == "warmup":
