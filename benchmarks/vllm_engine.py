@@ -627,7 +627,7 @@ def make_hy_model(folder: Path) -> None:
     model = loud_copying_model(
         "hy_v4",
         index_topk=512,
-        index_n_heads=16,
+        index_n_heads=32,  # vLLM's own indexer takes 32 or 64
         indexer_types=["full", "full", "shared"],
         layer_types=["deepseek_sparse_attention"] * 3,
         mlp_layer_types=["dense"] * 3,

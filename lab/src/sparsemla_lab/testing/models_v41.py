@@ -134,6 +134,8 @@ class _Weights:
         before = one_hot((parts - 1) % PART, PART).flatten(1).float()
         self.random("head", vocab, hidden)[:, FOUND : FOUND + 16] = 10 * before
         self.ones("norm", hidden)
+        for each in ("start", "newline", "end"):  # vLLM's class has these even without images
+            self.weights[f"image_{each}"] = torch.zeros(hidden)
         for layer in range(text["num_hidden_layers"]):
             self.add_layer(f"layers.{layer}", text["compress_ratios"][layer])
         self.read_raw_row(0, LAGS[0])
