@@ -6,8 +6,9 @@ deepseek_v41`` the DeepSeek-V4.1 of :mod:`sparsemla_lab.testing.models_v41`: it 
 context and is sure of it. With ``--model glm5_next`` it is the GLM-5.3-Flash of
 :mod:`sparsemla_lab.testing.models_glm5`, without hyper-connections, which finds tokens by content,
 and is compared with transformers' class. With ``--model hy_v4`` it is a Hunyuan V4 with sinks,
-gates and hyper-connections, which copies like DeepSeek-V3.2, and with ``--model dots3_note`` the
-layers of a Dots3Note that select tokens, whose attention is vLLM's in every mode.
+gates and hyper-connections, which copies like DeepSeek-V3.2 and is compared with transformers'
+class, too, and with ``--model dots3_note`` the layers of a Dots3Note that select tokens, whose
+attention is vLLM's in every mode.
 
 Every mode serves the model in a process of its own, with prompts that are longer than a selection,
 chunked prefills, and batches of prefills and decodes. Then tokens and log-probabilities are
@@ -344,6 +345,7 @@ MODES = {
     "v41, graphs": Mode("sparsemla", "CUSTOM", graphs=True, **V41),
     "v41, tp2": Mode("sparsemla", "CUSTOM", **V41, **TP2),
     "glm, transformers": Mode("", None, transformers=True, **GLM),
+    "hy, transformers": Mode("", None, transformers=True, **HY),
     "glm": Mode(BOTH, "CUSTOM", **GLM),
     "glm, graphs": Mode(BOTH, "CUSTOM", graphs=True, **GLM),
     "glm, bf16": Mode(BOTH, "CUSTOM", cache="bfloat16", **GLM),
@@ -442,6 +444,7 @@ PAIRS = (
     ("hy", "hy, vllm"),
     ("hy, graphs", "hy, vllm"),
     ("hy, bf16", "hy, vllm, bf16"),
+    *((mode, "hy, transformers") for mode in ("hy", "hy, graphs", "hy, bf16")),
     ("hy, as sm_80", "hy"),
     ("dots", "dots, vllm"),
     ("dots, graphs", "dots, vllm"),
@@ -618,12 +621,8 @@ def make_v4_model(folder: Path, *, drafts: bool = False) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
-def make_hy_model(folder: Path) -> None:
-    """Write a Hunyuan V4 with sinks, gates and its hyper-connections, whose last layer shares."""
-    from safetensors.torch import save_file
-
-    from sparsemla_lab.testing.models import published_hy_v4
-
+def hy_model() -> Any:  # noqa: ANN401 - of transformers
+    """A Hunyuan V4 with sinks, gates and its hyper-connections, whose last layer shares."""
     model = loud_copying_model(
         "hy_v4",
         index_topk=512,
@@ -637,6 +636,16 @@ def make_hy_model(folder: Path) -> None:
         for layer in model.model.layers:
             # Beside those of other heads than the first, whose scores are far larger.
             layer.self_attn.sinks.copy_(torch.linspace(0, 8, HEADS))
+    return model
+
+
+def make_hy_model(folder: Path) -> None:
+    """Write the Hunyuan V4 with the names of published weights."""
+    from safetensors.torch import save_file
+
+    from sparsemla_lab.testing.models import published_hy_v4
+
+    model = hy_model()
     folder.mkdir(parents=True, exist_ok=True)
     fields = {"architectures": ["HYV4ForCausalLM"], "dtype": "bfloat16"}
     text = model.config.to_dict() | fields | {"num_nextn_predict_layers": 0}
@@ -847,6 +856,10 @@ SERVED = {
         256,
     ),
 }
+
+
+TRANSFORMERS: dict[str, Callable[[], Any]] = {"glm5_next": glm_model, "hy_v4": hy_model}
+"""Models that transformers serves, too."""
 
 
 def attention_classes(model: torch.nn.Module) -> list[str]:
@@ -1123,9 +1136,9 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
 
 
 def _serve_by_transformers(mode: Mode) -> dict[str, Any]:
-    """What :func:`_serve` tells, of transformers' class of GLM-5.3-Flash with eager attention."""
+    """What :func:`_serve` tells, of transformers' class of the model with eager attention."""
     began = time.perf_counter()
-    model = glm_model().to("cuda" if torch.cuda.is_available() else "cpu")
+    model = TRANSFORMERS[mode.model]().to("cuda" if torch.cuda.is_available() else "cpu")
     ready, answers = time.perf_counter(), []
     for ids in SERVED[mode.model].prompts()[: mode.prompts]:
         text = torch.tensor([ids], device=model.device)
