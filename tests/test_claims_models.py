@@ -1221,6 +1221,30 @@ def test_rows_on_the_host() -> None:
         assert f"| {name} | {' | '.join(both)} |" in text
 
 
+def test_steps_of_an_engine_by_where_rows_are() -> None:
+    text = page("docs/vllm-host.md")
+    names = {
+        "gpu": "on the GPU",
+        "host": "**`HostRowsConnector`**",
+        "hisparse": "HiSparse, both plugins",
+        "stock": "HiSparse, vLLM alone",
+    }
+    rates: dict[tuple[str, int], float] = {}
+    for row in file("places-h200.json"):
+        place, batch = row["place"], row["batch"]
+        if "refused" in row:
+            assert (batch, place in ("hisparse", "stock")) == (16, True)
+            assert row["refused"].startswith("16 requests must run at once, got 8,")
+            continue
+        rates[place, batch] = row["tokens_per_s"]
+        times = f"{row['wall_ms']:.2f} | {row['gpu_ms']:.2f} | {row['tokens_per_s']:.0f}"
+        assert f"| {names[place]} | {batch} | {times} |" in text
+    ratios = span((rates["host", n] / rates["hisparse", n] for n in (1, 8)), 1)
+    assert f"tokens a second are {ratios} times those of HiSparse" in text
+    missed = [row["missed_rows"] for row in file("places-h200.json") if row["place"] == "host"]
+    assert f"misses {span(missed, 0)} in a step" in text
+
+
 def test_gradients_and_steps_beside_other_kernels() -> None:
     found = file("gradients-h200.json")
     text = page("docs/kernels/attention-backward.md")
