@@ -59,6 +59,7 @@ def break_at(place, patch):
 def test_work_of_a_step():
     none, some, every = (CompressedStep(2, 64, 8192, ratio) for ratio in RATIOS)
     assert [step.listed for step in (none, some, every)] == [0, 512, 64]
+    assert CompressedStep(2, 16, 8192, 4).listed == 512  # of a rank
     projection = 64 * 2 * 512 * 128
     assert none.flop == 2 * (64 * 128 * 2048 + projection)
     assert some.flop == 2 * (64 * 640 * 2048 + projection + 2048 * 64 * 128)
@@ -84,7 +85,8 @@ class Library(Fakes):
             row = kv[token : token + 1]
             ops.fused_rope_rmsnorm_quant(q[:1], row, table, weight, cache, **places | one)
         none = places | {"slot_mapping": torch.full_like(slots, -1)}
-        return ops.fused_rope_rmsnorm_quant(q, kv, table, torch.ones(512), cache, **none)
+        rotated = ops.fused_rope_rmsnorm_quant(q, kv, table, torch.ones(512), cache, **none)
+        return torch.nn.functional.pad(rotated, (0, 0, 0, heads - q.shape[1]))
 
     @staticmethod
     def cooperative_topk(scores, lens, out, workspace, topk, length):
@@ -103,13 +105,13 @@ def slots(chosen, requests, pages, page_size, valid):
     return found, (found >= 0).sum(1).where(valid, 0).int()
 
 
-@pytest.mark.parametrize("ratio", RATIOS)
-def test_the_step_of_the_peers_passes_the_same_gate(ratio, timer, monkeypatch):
+@pytest.mark.parametrize(("ratio", "padded"), [*((ratio, 8) for ratio in RATIOS), (4, 16)])
+def test_the_step_of_the_peers_passes_the_same_gate(ratio, padded, timer, monkeypatch):
     for namespace in ("_C", "deep_gemm"):
         monkeypatch.setattr(torch.ops, namespace, Library, raising=False)
     processors = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
-    monkeypatch.setattr(peers.FlashMLA, "HEADS", (8,))
+    monkeypatch.setattr(peers.FlashMLA, "HEADS", (padded,))
     monkeypatch.setattr(compressed_step, "SHARED", 0.9)  # of few entries
     kernels = VLLMKernels()
     python = object.__new__(peers.VLLMPython)
@@ -119,7 +121,8 @@ def test_the_step_of_the_peers_passes_the_same_gate(ratio, timer, monkeypatch):
     monkeypatch.setattr(peers.vllm_python.deep_gemm, "load", lambda directories: kernels)
     peer = object.__new__(CompressedStepOfPeers)
     peer.attention, peer.python = FlashMLALike(), python
-    assert "64 or 128" in peer.supports(CompressedStep(1, 16, 512, 4))
+    assert "up to 128" in peer.supports(CompressedStep(1, 256, 512, 4))
     outcome = run.run_one(CompressedStep(2, 8, 512, ratio), [peer], timer, CEILINGS, STAMP)
     assert outcome.failures == outcome.refusals == {}
     assert outcome.rows[0].peer == CompressedStepOfPeers.name
+    assert ("padded to 16" in outcome.rows[0].note) == (padded == 16)

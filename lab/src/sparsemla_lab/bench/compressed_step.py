@@ -52,7 +52,9 @@ WINDOW = 128
 """Raw rows that a token attends to."""
 HEADS_OF_GROUP = 8
 SELECTED = 8
-"""Entries that a token selects, for each head: 512 in V4-Flash, 1024 in V4-Pro."""
+"""Entries that a token selects, for each head of a model: 512 in V4-Flash, 1024 in V4-Pro."""
+RANKS = {16: 64}
+"""Heads of a tensor-parallel rank, and of the model."""
 RATIOS = (1, 4, 128)
 """Tokens of an entry; with 1 a layer has none. With 4 an indexer selects entries."""
 
@@ -84,7 +86,8 @@ class CompressedStep(Workload):
     def listed(self) -> int:
         """Entries that a token attends to."""
         entries = self.context // self.ratio
-        return {1: 0, 4: min(SELECTED * self.heads, entries), 128: entries}[self.ratio]
+        selected = SELECTED * RANKS.get(self.heads, self.heads)
+        return {1: 0, 4: min(selected, entries), 128: entries}[self.ratio]
 
     @property
     def pools(self) -> dict[str, PoolWindows]:
@@ -295,6 +298,7 @@ class CompressedStepOfPeers(Peer):
     """The step from kernels of vLLM, DeepGEMM and FlashMLA; needs all of them.
 
     Index queries come from vLLM's Triton kernel, which it takes where CuTe DSL is not installed.
+    Its write pads the heads for FlashMLA, and the projection reads those that count.
     """
 
     name = "vLLM's layer"
@@ -308,13 +312,16 @@ class CompressedStepOfPeers(Peer):
     def supports(self, workload: Workload) -> str | None:
         if not isinstance(workload, CompressedStep):
             return "is a whole step"
-        return None if workload.heads in FlashMLA.HEADS else "takes 64 or 128 heads"
+        return None if workload.heads <= max(FlashMLA.HEADS) else "takes up to 128 heads"
 
     def prepare(self, workload: Workload, inputs: Inputs) -> list[Side]:
         if not isinstance(workload, CompressedStep):
             raise TypeError(f"workload must be a CompressedStep, got {type(workload).__name__}")
         compress, checks, note = self._compressors(workload, inputs)
-        write, attend = self._write(workload, inputs), self._attention(inputs)
+        padded = min(size for size in FlashMLA.HEADS if size >= workload.heads)
+        note += "" if padded == workload.heads else f"heads padded to {padded}"
+        write = self._write(inputs, padded)
+        attend = self._attention(inputs, workload.heads, padded)
         names = "weight", "table", "positions"
         project = self.python.projection(*(inputs[name] for name in names), heads=workload.heads)
         streams = inputs["streams"]
@@ -351,7 +358,7 @@ class CompressedStepOfPeers(Peer):
         return compress, checks, "".join(notes)
 
     @staticmethod
-    def _write(workload: CompressedStep, inputs: Inputs) -> Callable[[], Tensor]:
+    def _write(inputs: Inputs, heads: int) -> Callable[[], Tensor]:
         """Its fused write takes rows that the norm of the q-lora vectors has normalised, too."""
         normed = torch.nn.functional.rms_norm(
             inputs["kv"].float(), (DIM,), inputs["norm_weight"].float(), 1e-6
@@ -362,9 +369,7 @@ class CompressedStepOfPeers(Peer):
 
         def write() -> Tensor:
             fused = torch.ops._C.fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert
-            q: Tensor = fused(
-                inputs["q"], normed, pages, *places, workload.heads, 1e-6, raw.page_size
-            )
+            q: Tensor = fused(inputs["q"], normed, pages, *places, heads, 1e-6, raw.page_size)
             return q
 
         return write
@@ -411,7 +416,8 @@ class CompressedStepOfPeers(Peer):
 
         return queries, select
 
-    def _attention(self, inputs: Inputs) -> Callable[..., Tensor]:
+    def _attention(self, inputs: Inputs, heads: int, padded: int) -> Callable[..., Tensor]:
+        attn_sink = torch.nn.functional.pad(inputs["attn_sink"], (0, padded - heads))
         raw_slots, raw_lengths = inputs["window"]
         raw, schedule = inputs["raw"].data.unsqueeze(2), self.attention.get_mla_metadata()[0]
         entries = inputs["entries"]["cache"].data.unsqueeze(2) if "entries" in inputs else None
@@ -429,13 +435,13 @@ class CompressedStepOfPeers(Peer):
                 False,
                 True,
                 raw_slots[:, None],
-                attn_sink=inputs["attn_sink"],
+                attn_sink=attn_sink,
                 topk_length=raw_lengths,
                 extra_k_cache=entries,
                 extra_indices_in_kvcache=None if slots is None else slots[:, None],
                 extra_topk_length=lengths,
             )
-            return out[:, 0]
+            return out[:, 0, :heads]
 
         return attend
 
@@ -451,6 +457,7 @@ def compressed_step_workloads(full: bool = False) -> list[Workload]:
             for batch in batches
             for context in contexts
         ),
+        *((batch, 16, 131072) for batch in (1, 16)),
         *((1, heads, 1 << 20) for heads in (64, 128)),
     ]
     return [CompressedStep(*shape, ratio) for ratio in RATIOS for shape in shapes]
