@@ -183,8 +183,9 @@ def test_modes_that_need_more_than_there_is_are_left_out_with_a_line(capsys):
     assert older == ["v4", "v4, as sm_89", "v4, as sm_89, graphs"]
     drafting = select_modes("deepseek_v4", None, 1, (), ["v4, dspark", "v4, vllm, dspark"])
     assert drafting == ["v4, no drafts", "v4, dspark", "v4, vllm, dspark"]
-    served = ["hy, vllm", "hy, vllm, bf16", "hy, attention", "hy", "hy, graphs", "hy, bf16"]
-    assert select_modes("hy_v4", None, 1, ()) == served
+    stock = ["hy, transformers", "hy, vllm", "hy, vllm, bf16"]
+    ours = ["hy, attention", "hy", "hy, graphs", "hy, bf16"]
+    assert select_modes("hy_v4", None, 1, ()) == [*stock, *ours]
     assert select_modes("dots3_note", None, 1, ()) == ["dots, vllm", "dots", "dots, graphs"]
     assert capsys.readouterr().out == ""
 
