@@ -292,15 +292,31 @@ def test_a_whole_model_agrees_with_transformers(build_model, tiny, registered, d
 
 
 @pytest.fixture
-def own(config, tiny, plain_vllm, monkeypatch):
-    """An indexer as vLLM's model gets it with the plugin."""
+def make_own(config, tiny, plain_vllm, monkeypatch):
+    """Makes an indexer as vLLM's model gets it with the plugin."""
     monkeypatch.setattr(envs, "VLLM_PLUGINS", ["sparsemla_indexer"], raising=False)
     register_indexer()
-    buffer = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
-    with set_default_torch_dtype(torch.bfloat16):
-        return hy_v4.Indexer(
-            config, tiny.hf_config, HIDDEN, 128, None, config.cache_config, buffer, "i"
-        )
+
+    def make():
+        buffer = torch.full((MAX_TOKENS, TOPK), 2**31 - 1, dtype=torch.int32)
+        with set_default_torch_dtype(torch.bfloat16):
+            return hy_v4.Indexer(
+                config, tiny.hf_config, HIDDEN, 128, None, config.cache_config, buffer, "i"
+            )
+
+    return make
+
+
+@pytest.fixture
+def own(make_own):
+    """That indexer."""
+    return make_own()
+
+
+def test_settings_that_the_indexer_does_not_read_are_refused(config, make_own, monkeypatch):
+    monkeypatch.setattr(config.attention_config, "indexer_sparse_logits", True)
+    with pytest.raises(ValueError, match="sparsemla_indexer: indexer_sparse_logits must be off"):
+        make_own()
 
 
 def stepped(config, own, batch):

@@ -669,6 +669,8 @@ def build_model(model_config, monkeypatch):
         config = engine_config(model_config, backend)
         config.kernel_config.enable_jit_warmup = False  # which needs TileLang
         config.speculative_config = speculative
+        # As vLLM sets it for drafts of blocks.
+        config.attention_config.use_non_causal = speculative is not None
         model = ModelRegistry.models[architecture].load_model_cls()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
             return model(vllm_config=config)
@@ -737,6 +739,8 @@ def test_drafts_of_blocks_have_our_layers_exactly_if_the_backend_is_custom(
     vllms = []
     monkeypatch.setattr(nvidia_dspark, "_insert_context_kv", lambda *given: vllms.append(given))
     states, positions = torch.ones(3, HIDDEN).bfloat16(), torch.arange(3)
+    weight = model.model.context_wkv_proj.weight
+    weight[:512], weight[512:] = 1, 2  # of each layer
     for slots in (None, [positions, None]):
         model.precompute_and_store_context_kv(states, positions, slots)
     if backend is None:
@@ -745,7 +749,7 @@ def test_drafts_of_blocks_have_our_layers_exactly_if_the_backend_is_custom(
         return
     assert not vllms
     ((rows, *places),) = written
-    assert rows.shape == (3, 512)
+    assert_equal("rows of the first layer", rows, torch.full((3, 512), HIDDEN).bfloat16())
     assert [each.tolist() for each in places] == [[0, 1, 2], [0, 1, 2]]
     assert {layer.decode_rows for layer in layers} == {192}
 
