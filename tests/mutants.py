@@ -1,4 +1,4 @@
-"""Mutants, wrong kernels that the checks must find.
+"""Mutants, wrong kernels and layers that the checks must find.
 
 A mutant replaces one piece of text in a copy of the package and runs a check on the copy: tests, in
 Triton's interpreter, or ``verify`` on a GPU. It is found if the check fails, or hangs on a GPU. A
@@ -7,6 +7,7 @@ mutant that does not compile proves nothing and counts as broken.
     python tests/mutants.py                       # on the CPU
     python tests/mutants.py --hopper --json FILE  # Hopper's kernels, on a GPU or interpreted
     python tests/mutants.py --ampere --json FILE  # those with Ampere's instructions, the same
+    python tests/mutants.py --vllm                # layers in vLLM, which must be installed
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ PACKAGE = TESTS.parent / "src/sparsemla"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One wrong kernel.
+    """One wrong kernel, or a wrong layer in vLLM.
 
     Args:
         name: the error.
-        file: path below ``sparsemla/kernels``.
+        file: path below ``folder``.
         old: text that occurs once in the file.
         new: its replacement.
         check: arguments of pytest, or of ``verify``.
         gpu: the GPU whose kernels ``verify`` runs to tell, on a GPU or in the interpreter; empty
             if tests tell.
+        folder: path below ``sparsemla``.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Mutant:
     new: str
     check: str
     gpu: str = ""
+    folder: str = "kernels"
 
 
 def portable(name: str, file: str, old: str, new: str, check: str) -> Mutant:
@@ -67,6 +70,11 @@ def hopper(name: str, file: str, old: str, new: str, *ops: str) -> Mutant:
 def ampere(name: str, file: str, old: str, new: str, *ops: str) -> Mutant:
     """A mutant that quick cases of these ops find with the kernels for sm_80."""
     return Mutant(name, file, old, new, " ".join(f"--op {op}" for op in ops), gpu="sm_80")
+
+
+def vllm(name: str, file: str, old: str, new: str, check: str) -> Mutant:
+    """A wrong layer in vLLM that tests find on a CPU, where vLLM is installed."""
+    return Mutant(name, file, old, new, f"tests/test_vllm_{check}", folder="backends/vllm")
 
 
 AMPERE_ATTENTION = "attention/sm80.py"
@@ -1744,6 +1752,109 @@ AMPERE_MUTANTS = (
     ),
 )
 
+LAYERS_OF_V41 = "v41.py -k steps_of_an_engine_agree"
+
+VLLM_MUTANTS = (
+    vllm(
+        "Hunyuan V4's indexer rotates the first dims",
+        "hy_v4.py",
+        "positions, rotary_emb, rope_first=False)",
+        "positions, rotary_emb)",
+        "hy_v4.py -k selects_the_same_as_the_reference and padded",
+    ),
+    vllm(
+        "kernels of Hunyuan V4's indexer are warmed up for the first dims",
+        "hy_v4.py",
+        "                    rope_first=False,\n",
+        "",
+        "hy_v4.py -k drafts_have_the_indexer",
+    ),
+    vllm(
+        "Hunyuan V4's indexer refuses no setting",
+        "hy_v4.py",
+        "        refuse(self.vllm_config, self.head_dim, portable=True)\n",
+        "",
+        "hy_v4.py -k settings_that_the_indexer",
+    ),
+    vllm(
+        "sinks are dropped",
+        "attention.py",
+        "        self.sinks = sinks\n",
+        "",
+        "hy_v4.py -k layer_with_sinks and auto",
+    ),
+    vllm(
+        "a layer that shares entries reads none",
+        "deepseek_v41.py",
+        "metadata.get(self.compressed_cache_prefix)",
+        "metadata.get(self.prefix)",
+        LAYERS_OF_V41,
+    ),
+    vllm(
+        "keys are selected among the blocks of the token before",
+        "deepseek_v41.py",
+        "cache, *request, blocks, block_size=",
+        "cache, *request, blocks.roll(1, 0), block_size=",
+        LAYERS_OF_V41,
+    ),
+    vllm(
+        "entries of two tokens are rotated like the second",
+        "deepseek_v41.py",
+        "positions=positions if ratio == 1 else positions - positions % ratio",
+        "positions=positions",
+        LAYERS_OF_V41,
+    ),
+    vllm(
+        "a dummy step writes to a ring",
+        "deepseek_v41.py",
+        ".masked_fill(slots < 0, -1)",
+        "",
+        "v41.py -k dummy_step",
+    ),
+    vllm(
+        "the layer that chooses blocks may have other entries",
+        "deepseek_v41.py",
+        "if 0 <= source <= layer",
+        "if 0 <= source < layer",
+        "v41.py -k refused and candidate_source",
+    ),
+    vllm(
+        "a draft's layers get the raw rows of each other",
+        "deepseek_v4.py",
+        "zip(layers, rows.unbind(1), context_slot_mappings",
+        "zip(layers, rows.flip(1).unbind(1), context_slot_mappings",
+        "v4.py -k drafts_of_blocks",
+    ),
+    vllm(
+        "a drafted block's list has the window alone",
+        "deepseek_v4.py",
+        "num_speculative_tokens\n",
+        "num_speculative_tokens * 0\n",
+        "v4.py -k drafts_of_blocks",
+    ),
+    vllm(
+        "DSpark's drafts are refused for what vLLM sets for them",
+        "deepseek_v4.py",
+        "drafts_blocks=isinstance(self, DSparkDraft)",
+        "drafts_blocks=False",
+        "v4.py -k drafts_read_published",
+    ),
+    vllm(
+        "an open pool is selected, too",
+        "pooled.py",
+        "expand_pools(pools, lengths // ratio,",
+        "expand_pools(pools, -(-lengths // ratio),",
+        "glm5.py -k agrees_with_transformers",
+    ),
+    vllm(
+        "a token of Dots3Note does not see its own key",
+        "indexer.py",
+        "seq_lens = metadata.query_start_loc, metadata.seq_lens\n",
+        "seq_lens = metadata.query_start_loc, metadata.seq_lens - 1\n",
+        "dots3.py -k attention_reads",
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -1761,7 +1872,7 @@ def text_of(mutant: Mutant) -> str:
     Raises:
         ValueError: the old text does not occur exactly once.
     """
-    path = PACKAGE / "kernels" / mutant.file
+    path = PACKAGE / mutant.folder / mutant.file
     text = path.read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
         raise ValueError(f"{mutant.file} has {text.count(mutant.old)} times: {mutant.old!r}")
@@ -1774,7 +1885,7 @@ def run(mutant: Mutant, timeout: float) -> Outcome:
         text = text_of(mutant)
         copy = Path(folder) / "sparsemla"
         shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
-        (copy / "kernels" / mutant.file).write_text(text, encoding="utf-8")
+        (copy / mutant.folder / mutant.file).write_text(text, encoding="utf-8")
         verdict, output = check(mutant.check, Path(folder), mutant.gpu, timeout)
         return Outcome(mutant.name, mutant.file, verdict, output)
 
@@ -1905,10 +2016,12 @@ def hopper_mutants() -> list[Mutant]:
     ]
 
 
-def chosen_mutants(hopper: bool, ampere: bool) -> Sequence[Mutant]:
-    """Those of a tier, or those that tests find."""
+def chosen_mutants(hopper: bool, ampere: bool, vllm: bool) -> Sequence[Mutant]:
+    """Those of a tier or of layers in vLLM, or those of kernels that tests find."""
     if hopper:
         return hopper_mutants()
+    if vllm:
+        return VLLM_MUTANTS
     return AMPERE_MUTANTS if ampere else CPU_MUTANTS
 
 
@@ -1923,6 +2036,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ampere", action="store_true", help="mutants of the kernels with Ampere's instructions"
     )
+    parser.add_argument("--vllm", action="store_true", help="mutants of layers in vLLM")
     parser.add_argument("--json", type=Path, help="where to write all outcomes")
     parser.add_argument("--jobs", type=int, help="processes at a time; default: 8, on a CPU 2")
     parser.add_argument("--timeout", type=float, default=300, help="seconds of a check")
@@ -1933,7 +2047,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     jobs = options.jobs or (8 if torch.cuda.is_available() else 2)
     mutants = [
         mutant
-        for mutant in chosen_mutants(options.hopper, options.ampere)
+        for mutant in chosen_mutants(options.hopper, options.ampere, options.vllm)
         if options.k in f"{mutant.file} {mutant.name}"
     ]
     wrong = right_passes(mutants, jobs, options.timeout)

@@ -908,6 +908,11 @@ CLAIMS: list[tuple[str, str, Figures]] = [
         "instructions (`tests/mutants.py --ampere`) there are {}, which quick cases find on a CPU.",
         [lambda: str(len(mutants.AMPERE_MUTANTS))],
     ),
+    (
+        "docs/verification.md",
+        "Of layers in vLLM (`--vllm`) there are {}, which tests of vLLM find",
+        [lambda: str(len(mutants.VLLM_MUTANTS))],
+    ),
 ]
 
 

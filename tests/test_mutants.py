@@ -1,4 +1,7 @@
-"""Tests find every mutant of the portable kernels; mutants.py runs those of the other tiers."""
+"""Tests find every mutant of the portable kernels.
+
+mutants.py runs those of the other tiers, and test_vllm_mutants.py those of layers in vLLM.
+"""
 
 import ast
 
@@ -9,10 +12,15 @@ import mutants
 
 @pytest.mark.parametrize(
     "mutant",
-    [*mutants.CPU_MUTANTS, *mutants.GPU_MUTANTS, *mutants.AMPERE_MUTANTS],
+    [
+        *mutants.CPU_MUTANTS,
+        *mutants.GPU_MUTANTS,
+        *mutants.AMPERE_MUTANTS,
+        *mutants.VLLM_MUTANTS,
+    ],
     ids=lambda m: f"{m.file}: {m.name}",
 )
-def test_mutants_match_the_kernels_text(mutant):
+def test_mutants_match_the_text(mutant):
     ast.parse(mutants.text_of(mutant))
     assert mutant.old != mutant.new
     assert mutant.check
