@@ -4,7 +4,6 @@ vLLM's own Triton kernels run in the interpreter here, so that the metadata and 
 indices are vLLM's and not an imitation. CI installs vLLM for this file alone: see `.ci/run`.
 """
 
-import ast
 import contextlib
 import dataclasses
 import inspect
@@ -54,7 +53,6 @@ with warnings.catch_warnings():
         get_tp_group,
         init_distributed_environment,
         initialize_model_parallel,
-        model_parallel_is_initialized,
         parallel_state,
     )
     from vllm.distributed.device_communicators import pynccl
@@ -154,6 +152,7 @@ from sparsemla_lab.testing.compare import (
     assert_close,
     assert_equal,
 )
+from vllm_layers import imported_from_vllm, one_rank  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -198,17 +197,6 @@ def model_config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(CONFIG))
     return ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_rank(tmp_path_factory):
-    init_workspace_manager(torch.device("cpu"))
-    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
-    if model_parallel_is_initialized():  # by the tests of another file
-        return
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-        init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
-        initialize_model_parallel(1, 1)
 
 
 def engine_config(model_config, dtype="auto", max_tokens=MAX_TOKENS, **changes):
@@ -383,13 +371,7 @@ def test_what_is_touched_fits_vllm(key):
     ],
 )
 def test_every_import_from_vllm_has_a_row(name):
-    tree = ast.parse((Path(plugins.__file__).parent / f"{name}.py").read_text())
-    imported = {
-        f"{node.module}:{each.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
-        for each in node.names
-    }
+    imported = imported_from_vllm(Path(plugins.__file__).parent / f"{name}.py")
     rows = surface.SURFACE.get(name, surface.ATTENTION + surface.INDEXER)
     rows += surface.INDEXER if name == "nvidia" else ()
     assert imported - {"vllm.logger:init_logger"} <= {row.path for row in rows}

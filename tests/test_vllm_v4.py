@@ -4,11 +4,9 @@ Groups of caches, their tensors, and the metadata of each step come from vLLM's 
 Triton kernels run in the interpreter. CI installs vLLM for these files alone: see `.ci/run`.
 """
 
-import ast
 import contextlib
 import copy
 import inspect
-import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,22 +22,7 @@ require_vllm()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from transformers import DeepseekV4ForCausalLM
-    from vllm import envs
-    from vllm.config import (
-        AttentionConfig,
-        CacheConfig,
-        DeviceConfig,
-        ModelConfig,
-        SchedulerConfig,
-        SpeculativeConfig,
-        VllmConfig,
-        set_current_vllm_config,
-    )
-    from vllm.distributed import (
-        init_distributed_environment,
-        initialize_model_parallel,
-        model_parallel_is_initialized,
-    )
+    from vllm.config import SpeculativeConfig, set_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.kernels import mhc
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -57,8 +40,6 @@ with warnings.catch_warnings():
     from vllm.models.deepseek_v4 import attention as theirs
     from vllm.models.deepseek_v4.nvidia import dspark as nvidia_dspark
     from vllm.models.deepseek_v4.nvidia import model as nvidia_model
-    from vllm.platforms import current_platform
-    from vllm.platforms.interface import DeviceCapability
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.worker import workspace
     from vllm.v1.worker.workspace import init_workspace_manager
@@ -89,44 +70,41 @@ from sparsemla.kernels.common.device import GPUS, simulated
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import Tolerance, assert_close, assert_equal
 from sparsemla_lab.testing.models_v4 import DSPARK, published_drafts, published_weights
-from vllm_layers import CompressedLayers, like_a_gpu, randomise
+from vllm_layers import (
+    HIDDEN,
+    MAX_TOKENS,
+    REFUSED,
+    SIZES,
+    TOPK,
+    YARN,
+    CompressedLayers,
+    Experts,
+    attended,
+    configured,
+    engine_config,
+    imported_from_vllm,
+    index_queries,
+    like_a_gpu,
+    no_grad,  # noqa: F401 - a fixture
+    one_rank,  # noqa: F401 - a fixture
+    put_back,
+    randomise,
+    set_value,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the layers are built for the CPU"),
 ]
 
-MAX_TOKENS, TOPK, HIDDEN = 160, 8, 64
 CONFIG = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
-    "hidden_size": HIDDEN,
+    **SIZES,
     "num_hidden_layers": 3,
     "compress_ratios": [0, 4, 128],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 64,
-    "o_groups": 2,
-    "o_lora_rank": 32,
-    "index_n_heads": 16,
-    "index_head_dim": 128,
-    "index_topk": TOPK,
-    "sliding_window": 128,
-    "vocab_size": 256,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 2,
     "num_hash_layers": 0,
-    "max_position_embeddings": 4096,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "factor": 16,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 256,
-    },
+    "rope_parameters": YARN,
     "eos_token_id": None,
     "bos_token_id": None,
     "torch_dtype": "bfloat16",
@@ -135,22 +113,7 @@ CONFIG = {
 
 @pytest.fixture(scope="session")
 def model_config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return ModelConfig(
-        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024
-    )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_rank(tmp_path_factory):
-    init_workspace_manager(torch.device("cpu"))
-    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
-    if model_parallel_is_initialized():  # by the tests of another file
-        return
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-        init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
-        initialize_model_parallel(1, 1)
+    return configured(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -159,26 +122,9 @@ def on_the_cpu():
         yield
 
 
-def engine_config(model_config, backend="CUSTOM", dtype="auto"):
-    config = VllmConfig(
-        model_config=model_config,
-        device_config=DeviceConfig(device="cpu"),
-        cache_config=CacheConfig(block_size=256, cache_dtype=dtype),
-        scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=MAX_TOKENS,
-            max_num_seqs=8,
-            max_model_len=model_config.max_model_len,
-            is_encoder_decoder=False,
-        ),
-        attention_config=AttentionConfig(backend=backend),
-    )
-    config.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU
-    return config
-
-
 @pytest.fixture
 def config(model_config):
-    config = engine_config(model_config)
+    config = engine_config(model_config, block_size=256)
     with set_current_vllm_config(config):
         yield config
 
@@ -261,18 +207,8 @@ def whole_request(layer, x, block=0):
         )
         if layer.indexer is not None:
             keys = pooled(layer.indexer.compressor, INDEX_FP8, ratio)
-            queries, weights = reference.prepare_index_queries(
-                layer.indexer.wq_b(qr)[0].view(tokens, 16, 128),
-                layer.indexer.weights_proj(x)[0],
-                table,
-                positions=positions,
-                format=INDEX_FP8,
-                interleaved=True,
-                rope_first=False,
-            )
             slots = reference.indexer_topk(
-                queries,
-                weights,
+                *index_queries(layer, x),
                 keys,
                 input_row_offsets=offsets,
                 seq_lens=length,
@@ -282,22 +218,7 @@ def whole_request(layer, x, block=0):
             )
         entries = pooled(layer.compressor, FP8_584, ratio)
         extra = {"extra_cache": entries, "extra_topk_indices": slots}
-    out, *_ = reference.sparse_prefill(
-        q, raw, window, softmax_scale=512**-0.5, attn_sink=layer.attn_sink, **extra
-    )
-    groups = reference.project_groups(
-        out.bfloat16(),
-        group_o_a_proj(layer.wo_a.weight, num_groups=2),
-        cos_sin_cache=table,
-        positions=positions,
-    )
-    return layer.wo_b(groups.flatten(1).bfloat16())
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
+    return attended(layer, q, raw, window, **extra)
 
 
 LENGTHS = 150, 21, 6
@@ -366,19 +287,9 @@ def test_a_request_reads_the_prefix_that_another_has_left(config, convert_from, 
     """As with prefix caching: the pages of two requests are the same up to a whole block."""
     convert_from(min_tokens)
     engine, prefix = Engine(config, Draw(0)), 256
-    x = [engine.draw.normal(prefix + length, HIDDEN).bfloat16() for length in (9, 12)]
-    x[1][:prefix] = x[0][:prefix]
-    for first in (0, prefix // 2):
-        engine.step([(0, first, x[0][first : first + prefix // 2])])
-    steps = [engine.step([(0, prefix, x[0][prefix:])])]
-    for group, table in zip(engine.caches.kv_cache_groups, engine.tables, strict=True):
-        table[1] = table[0].clone()
-        table[1][prefix // group.kv_cache_spec.block_size :] = 0  # pages of its own
-    for first, last in ((0, 10), (10, 11), (11, 12)):
-        steps.append(engine.step([(1, prefix + first, x[1][prefix + first : prefix + last])]))
-    for number, layer in enumerate(engine.layers):
-        found = [step[number][0] for step in steps]
-        for request, result in enumerate((found[0], torch.cat(found[1:]))):
+    x, found = engine.serve_after(prefix)
+    for layer, results in zip(engine.layers, found, strict=True):
+        for request, result in enumerate(results):
             expected = whole_request(layer, x[request])[prefix:]
             assert_close(f"{layer.prefix}, {request}", result, expected, OUT)
 
@@ -634,23 +545,8 @@ def test_what_is_touched_fits_vllm(row):
 
 @pytest.mark.parametrize("name", ["deepseek_v4", "projection"])
 def test_every_import_from_vllm_has_a_row(name):
-    tree = ast.parse((Path(plugins.__file__).parent / f"{name}.py").read_text())
-    imported = {
-        f"{node.module}:{each.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
-        for each in node.names
-    }
+    imported = imported_from_vllm(Path(plugins.__file__).parent / f"{name}.py")
     assert imported <= {row.path for row in surface.DEEPSEEK_V4}
-
-
-class Experts(nn.Module):
-    """In the place of the mixture of experts, which needs a platform."""
-
-    use_native_mega_moe, n_redundant_experts = False, 0
-
-    def __init__(self, *args, **kwargs):
-        super().__init__()
 
 
 @pytest.fixture
@@ -666,7 +562,7 @@ def build_model(model_config, monkeypatch):
     monkeypatch.setattr(cls, "__init__", theirs.DeepseekV4Attention.__init__)
 
     def build(backend, architecture=CONFIG["architectures"][0], speculative=None):
-        config = engine_config(model_config, backend)
+        config = engine_config(model_config, backend, block_size=256)
         config.kernel_config.enable_jit_warmup = False  # which needs TileLang
         config.speculative_config = speculative
         # As vLLM sets it for drafts of blocks.
@@ -794,13 +690,8 @@ def test_the_first_hyper_connections_need_no_deepgemm_where_it_has_no_kernels(
 @pytest.mark.parametrize("part", ["compressor", "indexer", "indexer.compressor", "indexer.k_cache"])
 def test_a_part_that_was_not_exchanged_stops_the_start(config, part):
     engine = Engine(config, Draw(1))
-    *path, name = part.split(".")
-    owner = engine.layers[1].get_submodule(".".join(path))
-    vllms = type(getattr(owner, name)).__mro__[1]
-    getattr(owner, name).__class__ = vllms
-    with pytest.raises(
-        RuntimeError, match=rf"layers\.1\.attn must have a .* got {vllms.__module__}"
-    ):
+    vllms = put_back(engine.layers[1], part)
+    with pytest.raises(RuntimeError, match=rf"layers\.1\.attn must have a .* got {vllms}"):
         deepseek_v4.check_layers(engine.layers)
     with pytest.raises(RuntimeError, match=r"of vllm\.models\.deepseek_v4, got none"):
         deepseek_v4.check_layers(nn.Linear(1, 1))
@@ -817,13 +708,7 @@ def test_a_vllm_that_does_not_fit_stops_the_start(build_model, monkeypatch):
 @pytest.mark.parametrize(
     ("where", "name", "value", "reason"),
     [
-        ("cache_config", "cache_dtype", "bfloat16", "must be one of auto, fp8, fp8_ds_mla; got bf"),
-        ("module", "dsa_indexer_uses_fp4", lambda config: True, "indexer_kv_dtype must be fp8"),
-        ("attention_config", "hisparse_config", object(), "HiSparse must be off"),
-        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size"),
-        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
-        ("model", "head_dim", 576, r"head_dim and qk_rope_head_dim must be 512 and 64, got .*576"),
-        ("model", "index_head_dim", 64, "index_head_dim must be 128, got 64"),
+        *REFUSED,
         ("model", "compress_rates", {"any": 2}, r"compress_rates must be 4 and 128, got \[2\]"),
         ("model", "vision_n_layers", 1, "images are not supported"),
         (
@@ -832,20 +717,12 @@ def test_a_vllm_that_does_not_fit_stops_the_start(build_model, monkeypatch):
             SimpleNamespace(use_dspark=lambda: True, attention_backend="FLASHMLA_SPARSE"),
             "DSpark's drafts need the attention backend CUSTOM.* got FLASHMLA_SPARSE",
         ),
-        ("envs", "VLLM_BATCH_INVARIANT", True, "batch invariance is not supported"),
-        ("gpu", "get_device_capability", DeviceCapability(7, 5), "must be sm_80 or newer"),
-        ("gpu", "is_rocm", True, "on NVIDIA GPUs only"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_work_is_refused(config, monkeypatch, where, name, value, reason):
     deepseek_v4.refuse(config)
-    if where == "gpu":
-        monkeypatch.setattr(type(current_platform), name, classmethod(lambda *args, **_: value))
-    else:
-        text = config.model_config.hf_text_config
-        places = {"model": text, "engine": config, "envs": envs, "module": deepseek_v4}
-        monkeypatch.setattr(places.get(where) or getattr(config, where), name, value, raising=False)
+    set_value(monkeypatch, config, deepseek_v4, where, name, value)
     with pytest.raises(ValueError, match=rf"sparsemla: .*{reason}.*without --attention-backend"):
         deepseek_v4.refuse(config)
 

@@ -5,10 +5,8 @@ Triton kernels run in the interpreter. No library has a class of the model to co
 layers are compared with the reference, and the rows of their caches with those of vLLM's kernels.
 """
 
-import ast
 import contextlib
 import inspect
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -24,21 +22,7 @@ require_vllm()
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from vllm import envs
-    from vllm.config import (
-        AttentionConfig,
-        CacheConfig,
-        DeviceConfig,
-        ModelConfig,
-        SchedulerConfig,
-        VllmConfig,
-        set_current_vllm_config,
-    )
-    from vllm.distributed import (
-        init_distributed_environment,
-        initialize_model_parallel,
-        model_parallel_is_initialized,
-    )
+    from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.kernels.linear.mxfp8.emulation import EmulationMxfp8LinearKernel
     from vllm.model_executor.kernels.linear.mxfp8.Mxfp8LinearKernel import Mxfp8LinearLayerConfig
@@ -50,30 +34,48 @@ with warnings.catch_warnings():
     from vllm.models.deepseek_v41.common.ops import indexer_k_store as their_keys
     from vllm.models.deepseek_v41.nvidia import model as nvidia_model
     from vllm.platforms import current_platform
-    from vllm.platforms.interface import DeviceCapability
     from vllm.transformers_utils.configs.deepseek_v41 import DeepseekV41Config
     from vllm.utils.torch_utils import set_default_torch_dtype
-    from vllm.v1.worker.workspace import init_workspace_manager
 
     from sparsemla.backends import vllm as plugins
     from sparsemla.backends.vllm import deepseek_v41, projection, surface, warmup
 
 import replay
-from sparsemla import FP8_528, FP8_584, INDEX_FP8, PagedCache, group_o_a_proj, reference
+from sparsemla import FP8_528, FP8_584, INDEX_FP8, PagedCache, reference
 from sparsemla_lab.testing import models_v41
 from sparsemla_lab.testing.cases import Draw
 from sparsemla_lab.testing.compare import Tolerance, assert_close, assert_equal
-from vllm_layers import CompressedLayers, like_a_gpu, randomise
+from vllm_layers import (
+    HIDDEN,
+    MAX_TOKENS,
+    REFUSED,
+    SIZES,
+    TOPK,
+    YARN,
+    CompressedLayers,
+    Experts,
+    attended,
+    configured,
+    engine_config,
+    imported_from_vllm,
+    index_queries,
+    like_a_gpu,
+    no_grad,  # noqa: F401 - a fixture
+    one_rank,  # noqa: F401 - a fixture
+    put_back,
+    randomise,
+    set_value,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="the layers are built for the CPU"),
 ]
 
-MAX_TOKENS, TOPK, HIDDEN, BLOCK = 160, 8, 64, 4
+BLOCK = 4
 RATIOS = [0, 2, 2, 1, 1, 1]
 TEXT = {
-    "hidden_size": HIDDEN,
+    **SIZES,
     "num_hidden_layers": len(RATIOS),
     "compress_ratios": RATIOS,
     "kv_source_layer_ids": [1, 3],
@@ -81,35 +83,13 @@ TEXT = {
     "candidate_source_layer_id": 3,
     "candidate_topk_blocks": 3,
     "candidate_block_size": BLOCK,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 64,
-    "o_groups": 2,
-    "o_lora_rank": 32,
-    "index_n_heads": 16,
-    "index_head_dim": 128,
-    "index_topk": TOPK,
-    "sliding_window": 128,
-    "vocab_size": 256,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 2,
     "rms_norm_eps": 1e-6,
     "hc_mult": 4,
     "hc_sinkhorn_iters": 20,
     "hc_eps": 1e-6,
-    "max_position_embeddings": 4096,
     "rope_theta": 10000.0,
     "compress_rope_theta": 160000.0,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 16,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 256,
-    },
+    "rope_scaling": YARN,
 }
 CONFIG = {
     "architectures": ["DeepseekV41ForCausalLM"],
@@ -122,47 +102,13 @@ CONFIG = {
 
 @pytest.fixture(scope="session")
 def model_config(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return ModelConfig(
-        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024
-    )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_rank(tmp_path_factory):
-    init_workspace_manager(torch.device("cpu"))
-    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
-    if model_parallel_is_initialized():  # by the tests of another file
-        return
-    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
-        init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
-        initialize_model_parallel(1, 1)
+    return configured(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_the_cpu():
     with like_a_gpu(theirs):
         yield
-
-
-def engine_config(model_config, backend="CUSTOM", block_size=64):
-    config = VllmConfig(
-        model_config=model_config,
-        device_config=DeviceConfig(device="cpu"),
-        cache_config=CacheConfig(
-            block_size=block_size, cache_dtype="auto", swa_bounded_replay=False
-        ),
-        scheduler_config=SchedulerConfig(
-            max_num_batched_tokens=MAX_TOKENS,
-            max_num_seqs=8,
-            max_model_len=model_config.max_model_len,
-            is_encoder_decoder=False,
-        ),
-        attention_config=AttentionConfig(backend=backend),
-    )
-    config.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU
-    return config
 
 
 def pretend(monkeypatch, family):
@@ -177,7 +123,7 @@ def pretend(monkeypatch, family):
 @pytest.fixture
 def config(model_config, monkeypatch):
     pretend(monkeypatch, 90)
-    config = engine_config(model_config)
+    config = engine_config(model_config, swa_bounded_replay=False, block_size=64)
     with set_current_vllm_config(config):
         yield config
 
@@ -263,33 +209,13 @@ def whole_request(layers, number, x, fmt=FP8_584):
         source = layers[layer.index_source_layer_id]
         chosen = selected(layers, source.layer_id, x, keys)
         extra = {"extra_cache": entries, "extra_topk_indices": chosen}
-    out, *_ = reference.sparse_prefill(
-        q, raw, window, softmax_scale=512**-0.5, attn_sink=layer.attn_sink, **extra
-    )
-    groups = reference.project_groups(
-        out.bfloat16(),
-        group_o_a_proj(layer.wo_a.weight, num_groups=2),
-        cos_sin_cache=table,
-        positions=positions,
-    )
-    return layer.wo_b(groups.flatten(1).bfloat16())
+    return attended(layer, q, raw, window, **extra)
 
 
 def selected(layers, number, x, keys, *, blocks=False):
     """What the indexer of a layer selects, or which blocks it chooses."""
     layer, tokens = layers[number], len(x)
-    queries, weights = reference.prepare_index_queries(
-        layer.indexer.wq_b(layer._split_qkv_and_norm(layer.fused_wqa_wkv(x)[0])[0])[0].view(
-            tokens, 16, 128
-        ),
-        layer.indexer.weights_proj(x)[0],
-        layer.rotary_emb.cos_sin_cache,
-        positions=torch.arange(tokens),
-        format=INDEX_FP8,
-        interleaved=True,
-        rope_first=False,
-    )
-    given = (queries, weights, keys)
+    given = (*index_queries(layer, x), keys)
     options = {
         "input_row_offsets": torch.tensor([0, tokens]).int(),
         "seq_lens": torch.tensor([tokens]).int(),
@@ -304,12 +230,6 @@ def selected(layers, number, x, keys, *, blocks=False):
         among = selected(layers, TEXT["candidate_source_layer_id"], x, keys, blocks=True)
         return reference.indexer_topk_of_blocks(*given, blocks=among, block_size=BLOCK, **options)
     return reference.indexer_topk(*given, **options)
-
-
-@pytest.fixture(autouse=True)
-def no_grad():
-    with torch.no_grad():
-        yield
 
 
 LENGTHS = 143, 21, 6
@@ -435,21 +355,9 @@ def test_rows_of_entries_and_keys_are_those_of_vllms_kernels(config, number):
 def test_a_request_reads_the_prefix_that_another_has_left(config):
     """As with prefix caching: the pages of two requests are the same up to a whole block."""
     engine, prefix = Engine(config, Draw(0)), 192
-    x = [engine.draw.normal(prefix + length, HIDDEN).bfloat16() for length in (9, 12)]
-    x[1][:prefix] = x[0][:prefix]
-    for first in (0, prefix // 2):
-        engine.step([(0, first, x[0][first : first + prefix // 2])])
-    steps = [engine.step([(0, prefix, x[0][prefix:])])]
-    for group, table in zip(engine.caches.kv_cache_groups, engine.tables, strict=True):
-        table[1] = table[0].clone()
-        table[1][prefix // group.kv_cache_spec.block_size :] = 0  # pages of its own
-        if len(table[1]) == 1 or "state_cache" in group.layer_names[0]:
-            table[1].zero_()
-    for first, last in ((0, 10), (10, 11), (11, 12)):
-        steps.append(engine.step([(1, prefix + first, x[1][prefix + first : prefix + last])]))
-    for number, layer in enumerate(engine.layers):
-        found = [step[number][0] for step in steps]
-        for request, result in enumerate((found[0], torch.cat(found[1:]))):
+    x, found = engine.serve_after(prefix, own_state=True)
+    for number, (layer, results) in enumerate(zip(engine.layers, found, strict=True)):
+        for request, result in enumerate(results):
             expected = whole_request(engine.layers, number, x[request])[prefix:]
             assert_close(f"{layer.prefix}, {request}", result, expected, OUT)
 
@@ -537,23 +445,8 @@ def test_what_is_touched_fits_vllm(row):
 
 
 def test_every_import_from_vllm_has_a_row():
-    tree = ast.parse(Path(deepseek_v41.__file__).read_text())
-    imported = {
-        f"{node.module}:{each.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
-        for each in node.names
-    }
+    imported = imported_from_vllm(Path(deepseek_v41.__file__))
     assert imported <= {row.path for row in surface.DEEPSEEK_V41}
-
-
-class Experts(nn.Module):
-    """In the place of the mixture of experts, which needs a platform."""
-
-    use_native_mega_moe, n_redundant_experts = False, 0
-
-    def __init__(self, *args, **kwargs):
-        super().__init__()
 
 
 @pytest.fixture
@@ -571,7 +464,7 @@ def build_model(model_config, monkeypatch):
     monkeypatch.setattr(cls, "__init__", theirs.DeepseekV4Attention.__init__)
 
     def build(backend):
-        config = engine_config(model_config, backend)
+        config = engine_config(model_config, backend, swa_bounded_replay=False, block_size=64)
         config.kernel_config.enable_jit_warmup = False  # which needs TileLang
         model = ModelRegistry.models[CONFIG["architectures"][0]].load_model_cls()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
@@ -665,13 +558,8 @@ def test_a_model_copies_by_every_path_of_attention(model_config, build_model, mo
 @pytest.mark.parametrize("part", ["compressor", "indexer", "indexer.k_cache"])
 def test_a_part_that_was_not_exchanged_stops_the_start(config, part):
     engine = Engine(config, Draw(1))
-    *path, name = part.split(".")
-    owner = engine.layers[1].get_submodule(".".join(path))
-    vllms = type(getattr(owner, name)).__mro__[1]
-    getattr(owner, name).__class__ = vllms
-    with pytest.raises(
-        RuntimeError, match=rf"layers\.1\.attn must have a .* got {vllms.__module__}"
-    ):
+    vllms = put_back(engine.layers[1], part)
+    with pytest.raises(RuntimeError, match=rf"layers\.1\.attn must have a .* got {vllms}"):
         deepseek_v41.check_layers(engine.layers)
     with pytest.raises(RuntimeError, match=r"of vllm\.models\.deepseek_v41, got none"):
         deepseek_v41.check_layers(nn.Linear(1, 1))
@@ -688,17 +576,11 @@ def test_a_vllm_that_does_not_fit_stops_the_start(build_model, monkeypatch):
 @pytest.mark.parametrize(
     ("where", "name", "value", "reason"),
     [
-        ("cache_config", "cache_dtype", "bfloat16", "must be one of auto, fp8, fp8_ds_mla; got bf"),
+        *REFUSED,
         ("cache_config", "cache_dtype", "nvfp4_ds_mla", "must be one of auto.* got nvfp4_ds_mla"),
         ("cache_config", "swa_bounded_replay", True, "swa_bounded_replay must be off"),
-        ("module", "dsa_indexer_uses_fp4", lambda config: True, "indexer_kv_dtype must be fp8"),
         ("attention_config", "indexer_tp_shard_min_rows", 1, "indexer_tp_shard_min_rows must not"),
         ("attention_config", "indexer_sparse_logits", True, "indexer_sparse_logits must be off"),
-        ("attention_config", "hisparse_config", object(), "HiSparse must be off"),
-        ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size"),
-        ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
-        ("model", "head_dim", 576, r"head_dim and qk_rope_head_dim must be 512 and 64, got .*576"),
-        ("model", "index_head_dim", 64, "index_head_dim must be 128, got 64"),
         ("model", "candidate_source_layer_id", 1, r"of as many tokens as .* got \[2, 1, 1\]"),
         (
             "engine",
@@ -706,20 +588,12 @@ def test_a_vllm_that_does_not_fit_stops_the_start(build_model, monkeypatch):
             SimpleNamespace(use_dspark=lambda: True, attention_backend=None),
             "DSpark's drafts must be off, as they choose among vLLM's own classes",
         ),
-        ("envs", "VLLM_BATCH_INVARIANT", True, "batch invariance is not supported"),
-        ("gpu", "get_device_capability", DeviceCapability(7, 5), "must be sm_80 or newer"),
-        ("gpu", "is_rocm", True, "on NVIDIA GPUs only"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_work_is_refused(config, monkeypatch, where, name, value, reason):
     deepseek_v41.refuse(config)
-    if where == "gpu":
-        monkeypatch.setattr(type(current_platform), name, classmethod(lambda *args, **_: value))
-    else:
-        found = config.model_config.hf_config
-        places = {"model": found, "engine": config, "envs": envs, "module": deepseek_v41}
-        monkeypatch.setattr(places.get(where) or getattr(config, where), name, value, raising=False)
+    set_value(monkeypatch, config, deepseek_v41, where, name, value)
     with pytest.raises(ValueError, match=rf"sparsemla: .*{reason}.*without --attention-backend"):
         deepseek_v41.refuse(config)
 

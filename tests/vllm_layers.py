@@ -1,5 +1,7 @@
 """Layers of attention in vLLM, with the caches and the metadata that its runner makes for them."""
 
+import ast
+import json
 import math
 import warnings
 from contextlib import contextmanager
@@ -7,12 +9,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import rms_norm
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from vllm import envs
+    from vllm.config import (
+        AttentionConfig,
+        CacheConfig,
+        DeviceConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        model_parallel_is_initialized,
+    )
     from vllm.forward_context import set_forward_context
     from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends.utils import (
         get_supported_kv_cache_layouts,
         resolve_kv_cache_layout,
@@ -24,7 +43,26 @@ with warnings.catch_warnings():
         init_attn_backend,
         init_kv_cache,
     )
-    from vllm.v1.worker.workspace import current_workspace_manager
+    from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
+
+from sparsemla import INDEX_FP8, group_o_a_proj, reference
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_rank(tmp_path_factory):
+    init_workspace_manager(torch.device("cpu"))
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
+    if model_parallel_is_initialized():  # by the tests of another file
+        return
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        init_distributed_environment(1, 0, f"file://{meeting}", 0, "gloo")
+        initialize_model_parallel(1, 1)
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
 
 
 class CachedLayers:
@@ -200,6 +238,32 @@ class CompressedLayers(CachedLayers):
         assert served == list(map(len, x))
         return [[torch.cat(parts) for parts in results] for results in found]
 
+    def serve_after(self, prefix, own_state=False):
+        """Serve two requests with the same prefix, whose pages the second takes from the first.
+
+        Args:
+            prefix: its tokens, whole blocks of every group.
+            own_state: the second request begins with an open window of its own.
+
+        Returns:
+            The inputs ``[prefix + n, hidden]`` of each request, and the outputs
+            ``[layer][request]`` of each layer behind the prefix.
+        """
+        x = [self.draw.normal(prefix + length, HIDDEN).bfloat16() for length in (9, 12)]
+        x[1][:prefix] = x[0][:prefix]
+        for first in (0, prefix // 2):
+            self.step([(0, first, x[0][first : first + prefix // 2])])
+        steps = [self.step([(0, prefix, x[0][prefix:])])]
+        for group, table in zip(self.caches.kv_cache_groups, self.tables, strict=True):
+            table[1] = table[0].clone()
+            table[1][prefix // group.kv_cache_spec.block_size :] = 0  # pages of its own
+            if own_state and "state_cache" in group.layer_names[0]:
+                table[1].zero_()
+        for first, last in ((0, 10), (10, 11), (11, 12)):
+            steps.append(self.step([(1, prefix + first, x[1][prefix + first : prefix + last])]))
+        outputs = [[each for (each,) in layer] for layer in zip(*steps, strict=True)]
+        return x, [(first, torch.cat(rest)) for first, *rest in outputs]
+
 
 def randomise(layers, draw):
     """Give all weights of layers values that keep the size of what they multiply."""
@@ -233,3 +297,141 @@ def like_a_gpu(attention):
         change.setattr(torch.accelerator, "empty_cache", lambda: None)
         change.setattr(torch, "mm", mm)
         yield
+
+
+# What tests of DeepSeek-V4 and V4.1 share.
+
+MAX_TOKENS, TOPK, HIDDEN = 160, 8, 64
+SIZES = {
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 64,
+    "o_groups": 2,
+    "o_lora_rank": 32,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+    "index_topk": TOPK,
+    "sliding_window": 128,
+    "vocab_size": 256,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 4096,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 256,
+}
+
+
+def configured(folder, fields):
+    """vLLM's configuration of a model, with a ``config.json`` in a folder."""
+    (folder / "config.json").write_text(json.dumps(fields))
+    return ModelConfig(
+        model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=1024
+    )
+
+
+def engine_config(model_config, backend="CUSTOM", **cache):
+    """vLLM's configuration of an engine with that model and such a cache."""
+    config = VllmConfig(
+        model_config=model_config,
+        device_config=DeviceConfig(device="cpu"),
+        cache_config=CacheConfig(cache_dtype="auto", **cache),
+        scheduler_config=SchedulerConfig(
+            max_num_batched_tokens=MAX_TOKENS,
+            max_num_seqs=8,
+            max_model_len=model_config.max_model_len,
+            is_encoder_decoder=False,
+        ),
+        attention_config=AttentionConfig(backend=backend),
+    )
+    config.scheduler_config.disable_hybrid_kv_cache_manager = False  # as on a GPU
+    return config
+
+
+class Experts(nn.Module):
+    """In the place of the mixture of experts, which needs a platform."""
+
+    use_native_mega_moe, n_redundant_experts = False, 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+
+
+def index_queries(layer, x):
+    """A layer's index queries and head weights for a whole request, by the reference."""
+    qr = layer._split_qkv_and_norm(layer.fused_wqa_wkv(x)[0])[0]
+    return reference.prepare_index_queries(
+        layer.indexer.wq_b(qr)[0].view(len(x), 16, 128),
+        layer.indexer.weights_proj(x)[0],
+        layer.rotary_emb.cos_sin_cache,
+        positions=torch.arange(len(x)),
+        format=INDEX_FP8,
+        interleaved=True,
+        rope_first=False,
+    )
+
+
+def attended(layer, q, raw, window, **extra):
+    """A layer's outputs ``[T, hidden]`` for a whole request, by the reference from its queries."""
+    out, *_ = reference.sparse_prefill(
+        q, raw, window, softmax_scale=512**-0.5, attn_sink=layer.attn_sink, **extra
+    )
+    groups = reference.project_groups(
+        out.bfloat16(),
+        group_o_a_proj(layer.wo_a.weight, num_groups=2),
+        cos_sin_cache=layer.rotary_emb.cos_sin_cache,
+        positions=torch.arange(len(q)),
+    )
+    return layer.wo_b(groups.flatten(1).bfloat16())
+
+
+def imported_from_vllm(file):
+    """What a module imports from vLLM, as in rows of ``surface``."""
+    return {
+        f"{node.module}:{each.name}"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+        for each in node.names
+    }
+
+
+def put_back(layer, part):
+    """Give a part of a layer the class that vLLM has for it; the class's module."""
+    *path, name = part.split(".")
+    owner = layer.get_submodule(".".join(path))
+    vllms = type(getattr(owner, name)).__mro__[1]
+    getattr(owner, name).__class__ = vllms
+    return vllms.__module__
+
+
+REFUSED = [
+    ("cache_config", "cache_dtype", "bfloat16", "must be one of auto, fp8, fp8_ds_mla; got bf"),
+    ("module", "dsa_indexer_uses_fp4", lambda config: True, "indexer_kv_dtype must be fp8"),
+    ("attention_config", "hisparse_config", object(), "HiSparse must be off"),
+    ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size"),
+    ("parallel_config", "prefill_context_parallel_size", 2, "prefill_context_parallel_size"),
+    ("model", "head_dim", 576, r"head_dim and qk_rope_head_dim must be 512 and 64, got .*576"),
+    ("model", "index_head_dim", 64, "index_head_dim must be 128, got 64"),
+    ("envs", "VLLM_BATCH_INVARIANT", True, "batch invariance is not supported"),
+    ("gpu", "get_device_capability", DeviceCapability(7, 5), "must be sm_80 or newer"),
+    ("gpu", "is_rocm", True, "on NVIDIA GPUs only"),
+]
+"""Where a value is, its name, the value, and part of why it is refused."""
+
+
+def set_value(monkeypatch, config, module, where, name, value):
+    """Set a value that ``module.refuse`` must find."""
+    if where == "gpu":
+        monkeypatch.setattr(type(current_platform), name, classmethod(lambda *args, **_: value))
+        return
+    model = config.model_config.hf_config
+    places = {"model": model, "engine": config, "envs": envs, "module": module}
+    monkeypatch.setattr(places.get(where) or getattr(config, where), name, value, raising=False)
