@@ -1,9 +1,11 @@
 """SGLang's engine on a small model: the tokens with this package's plugin and without.
 
 The model is the DeepSeek-V3.2 of ``benchmarks/vllm_engine.py``, which copies from its context and
-is sure of it, with an MTP layer that copies, too. Every mode serves it in an engine of its own,
-with prompts that are longer than a selection, chunked prefills, and batches of prefills and
-decodes. Then it asks again, and SGLang must find the prompts in its radix cache. Tokens and
+is sure of it, with an MTP layer that copies, too. With ``--model glm5_next`` it is the
+GLM-5.3-Flash of that program, with ``--model hy_v4`` its Hunyuan V4: the plugin serves them, and
+transformers' class of the same weights. Every mode serves the model in an engine of its own, with
+prompts that are longer than a selection, chunked prefills, and batches of prefills and decodes.
+Then it asks again, and SGLang must find the prompts in its radix cache. Tokens and
 log-probabilities are compared. For each mode a line says which functions of both sides computed
 attention, scores and selections, and which Triton kernels were compiled once it was ready.
 
@@ -33,10 +35,10 @@ from typing import Any
 import numpy as np
 import torch
 
+import vllm_engine
 from sglang_hooks import complete_deep_gemm
-from vllm_engine import LENGTHS, NUM_NEW, VOCABULARY, compare, make_model, serve_apart
+from vllm_engine import NUM_NEW, SERVED, compare, glm_model, make_hy_model, make_model, serve_apart
 
-PAGE = 64
 STEP = 1024
 """Most tokens of a chunk."""
 REPORT = "SPARSEMLA_ENGINE_REPORT"
@@ -52,6 +54,8 @@ class Mode:
         cache: the cache's dtype.
         prefill, decode: SGLang's names of methods.
         graphs: whether decodes are captured.
+        model: type of the model.
+        transformers: transformers' class serves the model, one prompt after the other.
         more: other arguments of SGLang's engine.
     """
 
@@ -60,6 +64,8 @@ class Mode:
     prefill: str = "flashmla_kv"
     decode: str = "flashmla_kv"
     graphs: bool = False
+    model: str = "deepseek_v32"
+    transformers: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -69,6 +75,8 @@ BF16: dict[str, Any] = {
     "decode": "flashmla_sparse",
 }
 FA3: dict[str, Any] = BF16 | {"decode": "fa3"}
+GLM: dict[str, Any] = {"model": "glm5_next"}
+HY: dict[str, Any] = {"model": "hy_v4"}
 EAGLE: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",
     "speculative_num_steps": 3,
@@ -87,6 +95,14 @@ MODES = {
     "sglang, eagle": Mode(False, graphs=True, more=EAGLE),
     "ours, eagle": Mode(True, graphs=True, more=EAGLE),
     "ours, bf16, eagle": Mode(True, graphs=True, more=EAGLE, **FA3),
+    "glm, transformers": Mode(False, transformers=True, **GLM),
+    "glm": Mode(True, **GLM),
+    "glm, graphs": Mode(True, graphs=True, **GLM),
+    "glm, bf16": Mode(True, **GLM, **BF16),
+    "glm, bf16, graphs": Mode(True, graphs=True, **GLM, **FA3),
+    "hy, transformers": Mode(False, transformers=True, **HY),
+    "hy, bf16": Mode(True, **HY, **BF16),
+    "hy, bf16, graphs": Mode(True, graphs=True, **HY, **BF16),
 }
 PAIRS = (
     ("sglang, graphs", "sglang"),
@@ -99,6 +115,12 @@ PAIRS = (
     ("ours, eagle", "ours, graphs"),
     ("ours, eagle", "sglang, eagle"),
     ("ours, bf16, eagle", "ours, bf16, graphs"),
+    ("glm", "glm, transformers"),
+    ("glm, graphs", "glm, transformers"),
+    ("glm, bf16", "glm, transformers"),
+    ("glm, bf16, graphs", "glm, transformers"),
+    ("hy, bf16", "hy, transformers"),
+    ("hy, bf16, graphs", "hy, transformers"),
 )
 OURS = {
     "sparsemla.backends.sglang.attention": ("sparse_decode", "sparse_prefill"),
@@ -160,8 +182,47 @@ def make_drafting_model(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
+def make_glm_model(folder: Path) -> None:
+    """Write the GLM-5.3-Flash of ``vllm_engine.py`` whole, as SGLang's class reads it."""
+    glm_model().save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    # SGLang's class reads these, transformers' has no fields for them.
+    config["text_config"] |= {"mhc": False, "index_kpool_compress": True}
+    path.write_text(json.dumps(config))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, and what it asks of SGLang's engine.
+
+    Args:
+        make: writes it into a folder.
+        page: tokens of a page.
+        more: other arguments of the engine.
+    """
+
+    make: Callable[[Path], None]
+    page: int = 64
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+MODELS = {
+    "deepseek_v32": Model(make_drafting_model),
+    "glm5_next": Model(
+        make_glm_model,
+        256,  # 64 index keys, each of a pool of four tokens
+        # Without a tokenizer there is no processor of images. States of linear attention are many
+        # more than requests and prefixes need, but not all that the memory holds.
+        {"enable_multimodal": False, "max_mamba_cache_size": 256},
+    ),
+    "hy_v4": Model(make_hy_model),
+}
+
+
 def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
     """Arguments of SGLang's engine."""
+    asked = MODELS[mode.model]
     return {
         "model_path": str(model),
         "skip_tokenizer_init": True,
@@ -170,7 +231,7 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
         "attention_backend": "dsa",
         "dsa_prefill_backend": mode.prefill,
         "dsa_decode_backend": mode.decode,
-        "page_size": PAGE,
+        "page_size": asked.page,
         "chunked_prefill_size": STEP,
         "max_running_requests": 8,
         "max_total_tokens": 1 << 15,  # a fixed cache, so that several can serve at once
@@ -183,6 +244,7 @@ def engine_arguments(mode: Mode, model: Path) -> dict[str, Any]:
         "disable_custom_all_reduce": True,
         "random_seed": 0,
         "log_level": "info",
+        **asked.more,
         **mode.more,
     }
 
@@ -207,6 +269,24 @@ def count_calls(places: Mapping[str, tuple[str, ...]], calls: Counter[str]) -> N
             setattr(module, name, counted(getattr(module, name), f"{place}.{name}"))
 
 
+def tune_nothing() -> None:
+    """Let Triton take the first of the configurations that it would measure.
+
+    The kernels of linear attention have a hundred, each compiled in a second or two, for which a
+    comparison of tokens need not wait.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    run = Autotuner.run
+
+    @wraps(run)
+    def run_first(self: Autotuner, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - of Triton
+        self.configs = self.configs[:1]
+        return run(self, *args, **options)
+
+    Autotuner.run = run_first
+
+
 def run_scheduler(*args: Any, **options: Any) -> None:  # noqa: ANN401 - of SGLang
     """SGLang's scheduler, with a method that writes what ran in its process.
 
@@ -219,6 +299,7 @@ def run_scheduler(*args: Any, **options: Any) -> None:  # noqa: ANN401 - of SGLa
 
     load_plugins()
     complete_deep_gemm()
+    tune_nothing()
     calls: Counter[str] = Counter()
     ours = "sparsemla" in os.environ.get("SGLANG_PLUGINS", "")
     count_calls((OURS if ours else {}) | THEIRS | SCORES, calls)
@@ -251,9 +332,13 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     """Serve the model and write what came of each prompt.
 
     Raises:
-        RuntimeError: other functions ran than the mode asks for, no prefix was cached, or the MTP
-            layer's drafts were not accepted.
+        RuntimeError: other functions ran than the mode asks for, or the MTP layer's drafts were not
+            accepted.
     """
+    if mode.transformers:
+        theirs = vllm_engine.Mode("", None, model=mode.model, transformers=True)
+        vllm_engine.serve(theirs, model, result)
+        return
     os.environ.pop("SGLANG_PLUGINS", None)
     if mode.ours:
         os.environ["SGLANG_PLUGINS"] = "sparsemla"
@@ -272,8 +357,7 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
 
     engine = WatchedEngine(**engine_arguments(mode, model))
     ready = time.perf_counter()
-    draw = np.random.default_rng(0)
-    prompts = [draw.integers(2, VOCABULARY, n).tolist() for n in LENGTHS]
+    prompts = SERVED[mode.model].prompts()
     params = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
     answers = engine.generate(
         input_ids=prompts,
@@ -288,16 +372,15 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
     engine.collective_rpc("write_report")
     report = json.loads(report_path.read_text())
     found = []
-    for prompt, answer, later in zip(prompts, answers, again, strict=True):
+    for answer, later in zip(answers, again, strict=True):
         meta = answer["meta_info"]
         best = [sorted(each[0] for each in step) for step in meta["output_top_logprobs"]]
-        if len(prompt) > PAGE and not later["meta_info"]["cached_tokens"]:
-            raise RuntimeError("no prefix was found in the cache")
         found.append(
             {
                 "prompt": [each[0] for each in meta["input_token_logprobs"][1:]],
                 "tokens": answer["output_ids"],
                 "again": later["output_ids"],
+                "cached": later["meta_info"]["cached_tokens"],
                 "margin": min(each[-1] - each[-2] for each in best),
             }
         )
@@ -319,11 +402,17 @@ def serve(mode: Mode, model: Path, result: Path) -> None:
 
 def describe(name: str, folder: Path) -> bool:
     """Tell what served in a mode; whether it gave the same tokens again, from cached prefixes."""
+    if MODES[name].transformers:
+        vllm_engine.describe(name, folder)
+        return True
     report = json.loads((folder / f"{name}.json").read_text())
     start, rest = report["seconds"]
     calls = ", ".join(f"{count} x {each}" for each, count in sorted(report["calls"].items()))
     answers = report["answers"]
     other = [i for i, each in enumerate(answers) if each["tokens"] != each["again"]]
+    page = MODELS[MODES[name].model].page
+    # The prompt's first token has no log-probability.
+    read = [i for i, x in enumerate(answers) if len(x["prompt"]) >= page and not x["cached"]]
     sys.stdout.write(
         f"{name}: ready after {start:.0f} s, answered in {rest:.1f} s; compiled while serving: "
         f"{report['compiled'] or 'nothing'}, loaded: {report['loaded'] or 'nothing'}; "
@@ -333,12 +422,15 @@ def describe(name: str, folder: Path) -> bool:
     )
     if other:
         sys.stdout.write(f"{name}: FAILED, answers {other} are not the same again\n")
-    return not other
+    if read:
+        sys.stdout.write(f"{name}: FAILED, no prefix of prompts {read} was found in the cache\n")
+    return not other and not read
 
 
 def main() -> int:
     """Serve the model by every mode; 1 if tokens differ."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="deepseek_v32", help="type of the model")
     parser.add_argument("--folder", type=Path, default=Path("sglang-engine"), help="for all files")
     parser.add_argument("--serve", choices=MODES, help="one mode only, in this process")
     parser.add_argument("--only", nargs="+", choices=MODES, help="these modes, and their bases")
@@ -349,9 +441,12 @@ def main() -> int:
     if arguments.serve:
         serve(MODES[arguments.serve], model, folder / f"{arguments.serve}.json")
         return 0
-    modes = set(arguments.only or MODES)
+    own = {name for name, mode in MODES.items() if mode.model == arguments.model}
+    modes = set(arguments.only or own)
     modes |= {base for name, base in PAIRS if name in modes}
-    make_drafting_model(model)
+    if modes - own:
+        parser.error(f"--only must name modes of {arguments.model}, got {', '.join(modes - own)}")
+    MODELS[arguments.model].make(model)
     served = serve_apart(
         [sys.executable, __file__],
         [name for name in MODES if name in modes],

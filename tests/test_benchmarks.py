@@ -79,23 +79,33 @@ def test_sglang_reads_vllms_scores_in_the_columns_of_their_keys(monkeypatch):
     assert torch.equal(found[seen], expected[seen])
 
 
-@pytest.mark.parametrize("second", [[5, 6], [7, 6]])
-def test_answers_that_differ_from_cached_prefixes_fail(second, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("second", "cached", "wrong"),
+    [
+        ([5, 6], 64, None),
+        ([7, 6], 64, "answers [1] are not the same again"),
+        ([5, 6], 0, "no prefix of prompts [1] was found in the cache"),
+    ],
+    ids=["good", "other tokens", "no prefix"],
+)
+def test_answers_that_differ_from_cached_prefixes_fail(
+    second, cached, wrong, capsys, monkeypatch, tmp_path
+):
     import sglang_engine
 
-    answer = {"prompt": [-1.0], "margin": 1.0}
-    answers = [answer | {"tokens": [3, 4], "again": [3, 4]}]
-    answers += [answer | {"tokens": [5, 6], "again": second}]
+    # A prompt of less than a page, and one of a page and a token.
+    answers = [{"prompt": [-1.0] * 62, "tokens": [3, 4], "again": [3, 4], "cached": 0}]
+    answers += [{"prompt": [-1.0] * 64, "tokens": [5, 6], "again": second, "cached": cached}]
     report = {"seconds": [1.0, 2.0], "calls": {}, "compiled": [], "loaded": [], "classes": []}
     report |= {"answers": answers, "accepted": [1.0]}
     (tmp_path / "sglang.json").write_text(json.dumps(report))
-    monkeypatch.setattr(sglang_engine, "make_drafting_model", lambda folder: None)
+    nothing = {"deepseek_v32": sglang_engine.Model(lambda folder: None)}
+    monkeypatch.setattr(sglang_engine, "MODELS", nothing)
     monkeypatch.setattr(sglang_engine, "serve_apart", lambda *args, **_: {"sglang"})
     monkeypatch.setattr(sys, "argv", ["", "--folder", str(tmp_path), "--only", "sglang"])
-    differ = second != [5, 6]
-    assert sglang_engine.main() == differ
-    said = "sglang: FAILED, answers [1] are not the same again" in capsys.readouterr().out
-    assert said == differ
+    assert sglang_engine.main() == (wrong is not None)
+    said = [line for line in capsys.readouterr().out.splitlines() if "FAILED" in line]
+    assert said == ([] if wrong is None else [f"sglang: FAILED, {wrong}"])
 
 
 def test_enable_is_timed_beside_transformers_where_tokens_agree(capsys, monkeypatch, tmp_path):

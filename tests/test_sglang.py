@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import replay
@@ -55,6 +56,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import sglang
     from sglang.srt import plugins
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
     from sglang.srt.environ import envs
     from sglang.srt.layers.attention import dsa_backend
     from sglang.srt.layers.attention.dsa import dsa_indexer, kpool_fp8_index
@@ -62,11 +71,19 @@ with warnings.catch_warnings():
     from sglang.srt.layers.attention.dsa.dsa_indexer_kpool import IndexerKPool
     from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend, TopkTransformMethod
     from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+    from sglang.srt.layers.rotary_embedding import base as rotary
     from sglang.srt.managers.hisparse_coordinator import HiSparseCoordinator
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_loader import loader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.runtime_context import override_platform
+    from sglang.srt.runtime_context import (
+        SpawnRanks,
+        create_context,
+        override_platform,
+        use_context,
+    )
     from sglang.srt.server_args import ServerArgs
     from sglang.test.kits.attention_unittest.attention_methods import dsa_attention
     from sglang.test.kits.attention_unittest.attention_methods.dsa_attention import (
@@ -1715,6 +1732,64 @@ def test_the_example_measures_every_method_of_deepseek_v32(example, monkeypatch,
     assert document.count("\n| `_forward_flashmla_kv` |") == 4
     assert " | 2 of 2 equal | 2.0, 2.0 | 1.00 | torch.topk" in document
     assert hooks.with_table(document, hooks.load(file)) == document
+
+
+# Models of the engine.
+
+
+@pytest.fixture
+def engine(hooked, monkeypatch):
+    """``benchmarks/sglang_engine.py``, and SGLang's classes as a GPU would have them."""
+    import sglang_engine
+
+    monkeypatch.setattr(rotary, "_is_cuda", True)
+    monkeypatch.setattr(dsa_indexer, "_is_cuda", True)
+    monkeypatch.setattr(dsa_indexer, "resolve_num_sms", lambda: 132)
+    return sglang_engine
+
+
+@pytest.mark.parametrize(
+    ("model", "keys"), [("glm5_next", "wk.weight"), ("hy_v4", "wk_weights_proj.weight")]
+)
+def test_sglangs_classes_load_the_models_of_the_engine(engine, tmp_path, model, keys):
+    """Its modes are accepted, and no parameter of SGLang's class is left as it was."""
+    folder, asked = tmp_path / "model", []
+    engine.MODELS[model].make(folder)
+    for mode in engine.MODES.values():
+        if mode.model == model and mode.ours:
+            with override_platform(is_cuda=True):
+                asked.append(ServerArgs(device="cuda", **engine.engine_arguments(mode, folder)))
+                asked[-1].resolve_once()
+                asked[-1].check_server_args()
+    weights = load_file(folder / "model.safetensors")
+    assert unloaded(asked[-1], weights, tmp_path / "ranks") == set()
+    indexer = "model.layers.1.self_attn.indexer."
+    end = indexer.removeprefix("model.") + "wk.weight"
+    del weights[next(name for name in weights if name.endswith(end))]
+    assert unloaded(asked[-1], weights, tmp_path / "again") == {indexer + keys}
+
+
+def unloaded(asked, weights, ranks):
+    """Parameters of SGLang's class of a model of which a part is in none of the weights."""
+    place = SpawnRanks(world_rank=0)
+    with (
+        override_platform(is_cuda=True),
+        use_context(create_context(asked, role="scheduler", ranks=place)),
+    ):
+        one = {"world_size": 1, "rank": 0, "local_rank": 0, "backend": "gloo"}
+        init_distributed_environment(**one, distributed_init_method=f"file://{ranks}")
+        initialize_model_parallel(backend="gloo")
+        try:
+            config = ModelConfig.from_server_args(asked)
+            with set_default_torch_dtype(torch.bfloat16):
+                model = loader._initialize_model(config, LoadConfig())
+            for parameter in model.parameters():
+                parameter.data.fill_(float("nan"))
+            model.load_weights(iter(weights.items()))
+        finally:
+            destroy_model_parallel()
+            destroy_distributed_environment()
+    return {name for name, parameter in model.named_parameters() if parameter.isnan().any()}
 
 
 # The processes that were started first.
