@@ -79,6 +79,19 @@ def test_sglang_reads_vllms_scores_in_the_columns_of_their_keys(monkeypatch):
     assert torch.equal(found[seen], expected[seen])
 
 
+@pytest.mark.parametrize("name", ["glm5_next", "hy_v4"])
+def test_transformers_serves_the_weights_of_the_engine(name):
+    """A process writes the model, another one makes it again for transformers' class."""
+    import vllm_engine
+
+    both = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        both.append(vllm_engine.TRANSFORMERS[name]().state_dict())
+    assert both[0].keys() == both[1].keys()
+    assert [name for name in both[0] if not torch.equal(both[0][name], both[1][name])] == []
+
+
 @pytest.mark.parametrize(
     ("second", "cached", "wrong"),
     [

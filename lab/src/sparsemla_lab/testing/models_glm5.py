@@ -67,7 +67,9 @@ def pooled_model(dtype: torch.dtype = torch.float32, **sizes: object) -> Any:  #
     config = transformers.Glm5NextConfig(
         text_config=text | sizes, vision_config=vision, attn_implementation="eager"
     )
-    model: Any = transformers.Glm5NextForConditionalGeneration(config).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # of the convolutions and of the time steps, which are not drawn below
+        model: Any = transformers.Glm5NextForConditionalGeneration(config).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
