@@ -61,6 +61,7 @@ with warnings.catch_warnings():
         settings,
         surface,
         warmup,
+        windows,
         wrapper,
     )
 
@@ -867,6 +868,7 @@ READ = [
     "vllm.models.deepseek_v41.nvidia.flashmla:DeepseekV4FlashMLAAttention._o_proj",
     "vllm.models.deepseek_v41.nvidia.flashmla:DeepseekV4FlashMLAAttention.forward_mqa",
     "vllm.models.deepseek_v41.nvidia.model:_select_dsv4_attn_cls",
+    "vllm.models.deepseek_v41.sparse_mla:DeepseekV41SparseSWAMetadataBuilder.build",
     "vllm.models.dots3_note.nvidia.model:Dots3NoteFullAttention.__init__",
     "vllm.models.dots3_note.nvidia.model:_forward_note_mla",
     "vllm.models.glm5next.common.attention:Glm5NextIndexerCache.get_kv_cache_spec",
@@ -912,6 +914,7 @@ MODULES = (
     nvidia,
     pooled,
     warmup,
+    windows,
     wrapper,
 )
 

@@ -53,10 +53,12 @@ with warnings.catch_warnings():
         settings,
         surface,
         warmup,
+        windows,
     )
 
 import replay
 from sparsemla import (
+    FP8_528,
     FP8_584,
     INDEX_FP8,
     PagedCache,
@@ -81,6 +83,7 @@ from vllm_layers import (
     Experts,
     attended,
     configured,
+    converting_prefills,
     engine_config,
     imported_from_vllm,
     index_queries,
@@ -234,29 +237,9 @@ OUT = Tolerance(2**-8, cos=1e-4, size=2**-4)
 
 
 @pytest.fixture
-def convert_from(monkeypatch):
-    """Makes prefills of so many tokens or more convert their rows, and lists the conversions."""
-
-    def make(min_tokens):
-        def converts_first(format, device, num_heads, num_tokens, num_keys, num_rows):
-            return num_tokens >= min_tokens
-
-        monkeypatch.setattr(schedule, "converts_first", converts_first)
-        monkeypatch.setattr(workspace, "_manager", None)
-        init_workspace_manager(torch.device("cpu"))
-        conversions.reserved_rows.cache_clear()
-        made = []
-        attend = deepseek_v4.attend
-
-        def spied(conversion, *arguments, **options):
-            made.append(conversion)
-            attend(conversion, *arguments, **options)
-
-        monkeypatch.setattr(deepseek_v4, "attend", spied)
-        return made
-
-    yield make
-    conversions.reserved_rows.cache_clear()
+def convert_from():
+    with converting_prefills() as convert_from:
+        yield convert_from
 
 
 @pytest.mark.parametrize(
@@ -356,9 +339,10 @@ def like_hopper(monkeypatch):
     conversions.reserved_rows.cache_clear()
 
 
-def rule(ratio=4, num_heads=64, topk=512, max_tokens=8192, max_seq_len=1 << 20):
-    device = torch.device("cpu")
-    return conversions.Rule(ratio, num_heads, 128, topk, max_tokens, max_seq_len, device)
+def rule(ratio=4, num_heads=64, topk=512, max_tokens=8192, max_seq_len=1 << 20, format=FP8_584):
+    limits = max_tokens, max_seq_len, torch.device("cpu")
+    selected = topk if ratio in (1, 2, 4) else None
+    return conversions.Rule(ratio, num_heads, 128, selected, *limits, format)
 
 
 def test_the_measured_prefills_are_converted_where_it_was_faster(like_hopper):
@@ -366,9 +350,12 @@ def test_the_measured_prefills_are_converted_where_it_was_faster(like_hopper):
     assert rule().chunks([4096], [1 << 20]) == []  # 262144 entries
     assert rule(num_heads=128, topk=1024).chunks([4096], [32768]) == [(0, 1)]
     assert rule().chunks([64], [32768]) == []
+    assert rule(1).chunks([4096], [32768]) == [(0, 1)]  # 32768 entries
+    assert rule(1).chunks([4096], [1 << 20]) == []
+    assert rule(1, format=FP8_528).chunks([4096], [32768]) == []  # sm_100's, not measured
 
 
-@pytest.mark.parametrize(("ratio", "listed"), [(1, 0), (4, 512), (128, 8192)])
+@pytest.mark.parametrize(("ratio", "listed"), [(0, 0), (1, 512), (2, 512), (4, 512), (128, 8192)])
 def test_most_listed_entries_of_a_token(ratio, listed):
     assert rule(ratio).most_listed == listed
 
@@ -380,7 +367,7 @@ def test_first_rows_are_on_the_device_of_the_lengths():
 
 @pytest.mark.parametrize("max_tokens", [64, 264, 2048])
 @pytest.mark.parametrize("num_heads", [8, 128])
-@pytest.mark.parametrize("ratio", deepseek_v4.RATIOS)
+@pytest.mark.parametrize("ratio", [0, 1, 2, 4, 128])
 def test_every_step_that_gains_has_its_rows(like_hopper, ratio, num_heads, max_tokens):
     longest = 1 << 17
     made = rule(ratio, num_heads, max_tokens=max_tokens, max_seq_len=longest)
@@ -510,7 +497,7 @@ def spec_and_table(engine, layer, request):
     raise AssertionError(name)
 
 
-OVERRIDDEN = surface.overridden(deepseek_v4)
+OVERRIDDEN = surface.overridden(deepseek_v4) | surface.overridden(windows)
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
@@ -533,7 +520,7 @@ def test_everything_that_a_layer_calls_is_overridden():
         "SparseMLAV4Attention._split_qkv_and_norm",
         "SparseMLAV4Attention.forward_mqa",
         "SparseMLAV4Attention.get_padded_num_q_heads",
-        "WindowMetadataBuilder.build_tile_scheduler",
+        "WindowBuilder.build_tile_scheduler",
     } <= set(OVERRIDDEN)
     assert not inspect.isabstract(deepseek_v4.SparseMLAV4Attention)
 
@@ -543,7 +530,7 @@ def test_what_is_touched_fits_vllm(row):
     assert row.problem() is None
 
 
-@pytest.mark.parametrize("name", ["deepseek_v4", "projection"])
+@pytest.mark.parametrize("name", ["deepseek_v4", "projection", "windows"])
 def test_every_import_from_vllm_has_a_row(name):
     imported = imported_from_vllm(Path(plugins.__file__).parent / f"{name}.py")
     assert imported <= {row.path for row in surface.DEEPSEEK_V4}
@@ -953,9 +940,8 @@ def test_steps_reach_no_kernel_that_was_not_warmed_up(
                 "pool_windows",
                 "prepare_index_queries",
                 "sparse_decode",
-                "sparse_prefill",
-                "to_slots",
             ),
+            windows: ("sparse_prefill", "to_slots"),
             conversions: ("gather_dequant", "sparse_prefill", "to_slots"),
             indexer: ("indexer_topk",),
             projection: ("project_groups",),

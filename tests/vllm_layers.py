@@ -37,6 +37,7 @@ with warnings.catch_warnings():
         resolve_kv_cache_layout,
     )
     from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
+    from vllm.v1.worker import workspace
     from vllm.v1.worker.block_table import get_block_table_width
     from vllm.v1.worker.gpu.attn_utils import (
         build_attn_metadata,
@@ -45,7 +46,10 @@ with warnings.catch_warnings():
     )
     from vllm.v1.worker.workspace import current_workspace_manager, init_workspace_manager
 
+    from sparsemla.backends.vllm import conversions, windows
+
 from sparsemla import INDEX_FP8, group_o_a_proj, reference
+from sparsemla.kernels.attention import schedule
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -435,3 +439,32 @@ def set_value(monkeypatch, config, module, where, name, value):
     model = config.model_config.hf_config
     places = {"model": model, "engine": config, "envs": envs, "module": module}
     monkeypatch.setattr(places.get(where) or getattr(config, where), name, value, raising=False)
+
+
+@contextmanager
+def converting_prefills():
+    """A function that makes prefills of so many tokens or more convert their rows.
+
+    It returns the conversions that layers then make.
+    """
+
+    def convert_from(min_tokens):
+        def converts_first(format, device, num_heads, num_tokens, num_keys, num_rows):
+            return num_tokens >= min_tokens
+
+        change.setattr(schedule, "converts_first", converts_first)
+        change.setattr(workspace, "_manager", None)
+        init_workspace_manager(torch.device("cpu"))
+        conversions.reserved_rows.cache_clear()
+        made, attend = [], windows.attend
+
+        def spied(conversion, *arguments, **options):
+            made.append(conversion)
+            attend(conversion, *arguments, **options)
+
+        change.setattr(windows, "attend", spied)
+        return made
+
+    with pytest.MonkeyPatch.context() as change:
+        yield convert_from
+    conversions.reserved_rows.cache_clear()

@@ -1,4 +1,4 @@
-"""Prefills of DeepSeek-V4 over rows converted to bfloat16 first. Imports nothing of vLLM.
+"""Prefills of DeepSeek-V4 and V4.1 over rows converted to bfloat16 first. Imports nothing of vLLM.
 
 A chunk of requests converts what its tokens see, raw rows and entries, into two parts of a
 workspace that all layers share. Attention then reads both parts.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsemla import (
     FP8_584,
+    CacheFormat,
     PagedCache,
     gather_dequant,
     prefill_workspace_rows,
@@ -36,22 +37,24 @@ class Rule:
     """When prefills are faster over converted rows, in the layers of one ratio.
 
     Args:
-        ratio: tokens of an entry; 1 without entries.
+        ratio: tokens of an entry; 0 without entries.
         num_heads: query heads of this rank.
         window: raw rows that a token attends to.
-        topk: entries that a token selects, with a ratio of 4.
+        topk: entries that a token selects; None if it attends to all.
         max_tokens: most tokens of a step.
         max_seq_len: most tokens of a request.
         device: of the caches.
+        format: of raw rows and entries.
     """
 
     ratio: int
     num_heads: int
     window: int
-    topk: int
+    topk: int | None
     max_tokens: int
     max_seq_len: int
     device: torch.device
+    format: CacheFormat = FP8_584
 
     def raw_rows(self, query_len: int, seq_len: int) -> int:
         """Raw rows that the tokens of a request see."""
@@ -59,12 +62,12 @@ class Rule:
 
     def entries(self, seq_len: int) -> int:
         """Entries that the last token of a request sees."""
-        return seq_len // self.ratio if self.ratio > 1 else 0
+        return seq_len // self.ratio if self.ratio else 0
 
     @property
     def most_listed(self) -> int:
         """Most entries that a token attends to."""
-        return self.topk if self.ratio == 4 else self.entries(self.max_seq_len)
+        return self.entries(self.max_seq_len) if self.topk is None else self.topk
 
     @property
     def most_rows(self) -> int:
@@ -83,7 +86,7 @@ class Rule:
         num_rows = prefill_workspace_rows(
             query_lens,
             rows,
-            cache_format=FP8_584,
+            cache_format=self.format,
             num_heads=self.num_heads,
             topk=self.window + listed,
             max_rows=self.most_rows,

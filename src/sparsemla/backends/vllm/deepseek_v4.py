@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,9 +57,7 @@ from vllm.utils.deep_gemm import is_deep_gemm_supported
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.compressor_utils import get_dspark_swa_index_width
 from vllm.v1.attention.backends.mla.indexer import DeepseekV4IndexerBackend, dsa_indexer_uses_fp4
-from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.worker.workspace import current_workspace_manager
 
 from sparsemla import (
     FP8_584,
@@ -71,20 +69,9 @@ from sparsemla import (
     pool_windows,
     prepare_index_queries,
     sparse_decode,
-    sparse_prefill,
-    to_slots,
 )
-from sparsemla.backends.vllm import settings, surface
-from sparsemla.backends.vllm.attention import decode_workspace, decode_workspace_bytes
-from sparsemla.backends.vllm.conversions import (
-    ROW_BYTES,
-    Chosen,
-    Conversion,
-    Part,
-    Rule,
-    attend,
-    reserved_rows,
-)
+from sparsemla.backends.vllm import settings, surface, windows
+from sparsemla.backends.vllm.attention import decode_workspace
 from sparsemla.backends.vllm.indexer import (
     EntryMetadataBuilder,
     IndexerBackend,
@@ -93,9 +80,7 @@ from sparsemla.backends.vllm.indexer import (
 )
 from sparsemla.backends.vllm.projection import GroupProjection, update_projections
 from sparsemla.backends.vllm.warmup import register_layers
-
-RATIOS = 1, 4, 128
-"""Tokens of an entry; 1 in layers without entries."""
+from sparsemla.backends.vllm.windows import WindowBuilder, WindowedAttention, WindowMetadata
 
 REPLACED = ("vllm.models.deepseek_v4.common.ops.", "vllm.models.deepseek_v4.nvidia.ops.")
 """Modules of vLLM's kernels that no exchanged layer calls, and that some GPUs cannot compile."""
@@ -338,104 +323,8 @@ class CompressedBackend(DeepseekV4FlashMLABackend):
         return capability.major >= 8
 
 
-@dataclass
-class WindowMetadata(DeepseekSparseSWAMetadata):
-    """vLLM's metadata of raw rows, with the chunks of prefills to convert.
-
-    Attributes:
-        conversions: chunks of all prefills of the batch, keyed by the ratio of the layers that
-            convert them; others read the caches in place.
-    """
-
-    conversions: dict[int, tuple[Conversion, ...]] = field(default_factory=dict)
-
-
-class WindowMetadataBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
+class WindowMetadataBuilder(WindowBuilder, DeepseekSparseSWAFlashMLAMetadataBuilder):
     """vLLM's metadata of raw rows, with conversions, and without a schedule of FlashMLA."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed on to vLLM
-        super().__init__(*args, **kwargs)
-        self.rules = [conversion_rule(self.vllm_config, ratio, self.device) for ratio in RATIOS]
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-        replay_start: Tensor | None = None,
-    ) -> WindowMetadata:
-        """The metadata of one step."""
-        found = super().build(common_prefix_len, common_attn_metadata, fast_build, replay_start)
-        metadata = WindowMetadata(**vars(found))
-        if metadata.num_prefills:
-            query_lens = metadata.prefill_query_lens_cpu.tolist()
-            seq_lens = metadata.prefill_seq_lens_cpu.tolist()  # upper bounds
-            for rule in self.rules:
-                chunks = [
-                    self._conversion(metadata, rule, query_lens, seq_lens, begin, end)
-                    for begin, end in rule.chunks(query_lens, seq_lens)
-                ]
-                metadata.conversions[rule.ratio] = tuple(chunks)
-        return metadata
-
-    def build_for_cudagraph_capture(
-        self, common_attn_metadata: CommonAttentionMetadata
-    ) -> WindowMetadata:
-        """Metadata with fixed addresses: a captured prefill reads the caches in place."""
-        metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        metadata.conversions.clear()
-        return metadata
-
-    def _conversion(
-        self,
-        metadata: WindowMetadata,
-        rule: Rule,
-        query_lens: list[int],
-        seq_lens: list[int],
-        begin: int,
-        end: int,
-    ) -> Conversion:
-        """The conversion of prefills ``begin .. end - 1``."""
-        requests = slice(metadata.num_decodes + begin, metadata.num_decodes + end)
-        offsets = metadata.query_start_loc_cpu[[requests.start, requests.stop]].tolist()
-        tokens, decodes = slice(*offsets), metadata.num_decode_tokens
-        request_ids = metadata.token_to_req_indices[tokens] - requests.start
-        lengths = metadata.prefill_seq_lens[begin:end]
-        # Copies begin at multiples of 16 bytes, as kernels are compiled for.
-        seen = metadata.prefill_gather_lens[begin:end].clone()
-        window = metadata.prefill_swa_lens[tokens.start - decodes : tokens.stop - decodes].clone()
-        pairs = list(zip(query_lens[begin:end], seq_lens[begin:end], strict=True))
-        raw = Part.of(seen, [rule.raw_rows(m, n) for m, n in pairs], lengths - seen)
-        entries = None
-        if rule.ratio > 1:
-            entries = Part.of(lengths // rule.ratio, [rule.entries(n) for _, n in pairs])
-        # The last token of a request owns its last row, and a token's window ends with its own.
-        ends = metadata.query_start_loc[requests.start + 1 : requests.stop + 1]
-        device, int32 = lengths.device, torch.int32
-        numbers = torch.arange(tokens.start, tokens.stop, dtype=int32, device=device)
-        behind = (raw.starts + seen - ends)[request_ids] + numbers + 1 - window
-        columns = torch.arange(rule.window, dtype=int32, device=device)
-        return Conversion(
-            tokens, requests, request_ids, raw, behind[:, None] + columns, window, entries
-        )
-
-    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
-        """No schedules."""
-        return super().build_tile_scheduler(0)
-
-
-def conversion_rule(config: VllmConfig, ratio: int, device: torch.device) -> Rule:
-    """When layers of a ratio convert rows for prefills."""
-    model, text = config.model_config, config.model_config.hf_text_config
-    return Rule(
-        ratio,
-        num_heads=model.get_num_attention_heads(config.parallel_config),
-        window=text.sliding_window,
-        topk=text.index_topk,
-        max_tokens=config.scheduler_config.max_num_batched_tokens,
-        max_seq_len=model.max_model_len,
-        device=device,
-    )
 
 
 class WindowBackend(DeepseekSparseSWAFlashMLABackend):
@@ -447,7 +336,7 @@ class WindowBackend(DeepseekSparseSWAFlashMLABackend):
         return WindowMetadataBuilder
 
 
-class SparseMLAV4Attention(attention.DeepseekV4Attention):
+class SparseMLAV4Attention(WindowedAttention, attention.DeepseekV4Attention):
     """A layer of DeepSeek-V4: vLLM's projections and caches, this package's kernels."""
 
     backend_cls = CompressedBackend
@@ -469,14 +358,13 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
                     JitWarmupRegistry.register(kernel, *arguments, **options)
         self.group_projection = GroupProjection.of(self, prefix)
         self.decode_rows = self.window_size
-        device = self.attn_sink.device
-        rule = conversion_rule(vllm_config, self.compress_ratio, device)
-        self.conversion_rows = reserved_rows(rule)
-        self.workspace_bytes = max(
-            decode_workspace_bytes(self.max_num_batched_tokens, self.n_local_heads, device),
-            self.conversion_rows * ROW_BYTES,
+        selects = self.compress_ratio == 4
+        self.reserve(
+            vllm_config,
+            ratio=self.compress_ratio if self.compress_ratio > 1 else 0,
+            topk=vllm_config.model_config.hf_text_config.index_topk if selects else None,
+            format=FP8_584,
         )
-        decode_workspace(self.workspace_bytes)  # grow it now: captured graphs hold its address
         register_layers(type(self))
 
     @classmethod
@@ -547,55 +435,18 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
             return
         window = metadata[self.swa_cache_layer.prefix]
         entries = metadata.get(self.prefix)
-        decodes = slice(window.num_decode_tokens)
-        prefills = slice(decodes.stop, decodes.stop + window.num_prefill_tokens)
         raw = PagedCache(self.swa_cache_layer.kv_cache, FP8_584)
         cache = None if entries is None else PagedCache(self.kv_cache, FP8_584)
         shared = {"softmax_scale": self.scale, "attn_sink": self.attn_sink}
-        conversions = window.conversions.get(self.compress_ratio, ())
-        fits = all(each.num_rows <= self.conversion_rows for each in conversions)
-        if conversions and fits:
-            for each in conversions:
-                chosen = None
-                if entries is not None and cache is not None:
-                    indices = self._chosen_entries(each.tokens, entries, window)
-                    lengths = self._num_entries(positions[each.tokens], indices)
-                    chosen = Chosen(cache, entries.block_table, indices, lengths)
-                rows = ((each.num_rows, FP8_584.head_dim), torch.bfloat16)
-                attend(
-                    each,
-                    q,
-                    raw,
-                    window.block_table,
-                    chosen,
-                    current_workspace_manager().get_simultaneous(rows)[0],
-                    out=output,
-                    **shared,
-                )
-            output[conversions[-1].tokens.stop : prefills.stop] = 0  # padding
-        elif prefills.stop > prefills.start:
-            slots = lengths = None
-            if entries is not None:
-                slots = self._entry_slots(prefills, entries, window)
-                lengths = self._num_entries(positions[prefills], slots)
-            sparse_prefill(
-                q[prefills],
-                raw,
-                window.prefill_swa_indices[:, 0],
-                topk_lengths=window.prefill_swa_lens,
-                extra_cache=cache,
-                extra_topk_indices=slots,
-                extra_topk_lengths=lengths,
-                out=output[prefills],
-                **shared,
-            )
+        self.attend_prefills(q, positions, raw, window, cache, entries, output, **shared)
+        decodes = slice(window.num_decode_tokens)
         if decodes.stop:
             slots = lengths = None
             if entries is not None and self.compress_ratio == 128:
                 slots = entries.c128a_global_decode_topk_indices
                 lengths = entries.c128a_decode_topk_lens
-            elif entries is not None:
-                slots = self._entry_slots(decodes, entries, window)[:, None]
+            elif cache is not None:
+                slots = self.entry_slots(decodes, cache, entries, window)[:, None]
             # Each token of a speculative decode has its own rows: pass it as a separate request.
             sparse_decode(
                 q[decodes, None],
@@ -610,29 +461,14 @@ class SparseMLAV4Attention(attention.DeepseekV4Attention):
                 **shared,
             )
 
-    def _chosen_entries(
+    def chosen_entries(
         self, tokens: slice, entries: DeepseekV4FlashMLAMetadata, window: WindowMetadata
     ) -> Tensor:
         """Entries ``[T, K]`` of their requests that tokens attend to; -1 behind the last."""
         if self.compress_ratio == 128:
             first = window.num_decode_tokens
             return entries.c128a_prefill_topk_indices[tokens.start - first : tokens.stop - first]
-        return self.topk_indices_buffer[tokens]
-
-    def _num_entries(self, positions: Tensor, indices: Tensor) -> Tensor:
-        """The number of entries ``[T]`` that tokens at ``positions [T]`` attend to."""
-        return ((positions + 1) // self.compress_ratio).clamp(max=indices.shape[1]).int()
-
-    def _entry_slots(
-        self, tokens: slice, entries: DeepseekV4FlashMLAMetadata, window: WindowMetadata
-    ) -> Tensor:
-        """Slots ``[T, K]`` of the entries that tokens attend to; -1 behind the last."""
-        return to_slots(
-            self._chosen_entries(tokens, entries, window),
-            entries.block_table,
-            window.token_to_req_indices[tokens],
-            page_size=self.kv_cache.shape[1],
-        )
+        return super().chosen_entries(tokens, entries, window)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Read the first output projection again: vLLM calls this after each load of weights."""
@@ -655,7 +491,7 @@ class WithAttention(nn.Module):
         if vllm_config.attention_config.backend != AttentionBackendEnum.CUSTOM:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             return
-        surface.check(surface.DEEPSEEK_V4, sys.modules[__name__])
+        surface.check(surface.DEEPSEEK_V4, sys.modules[__name__], windows)
         refuse(vllm_config, drafts_blocks=isinstance(self, DSparkDraft))
         if not is_deep_gemm_supported():
             model.mhc_pre_broadcast_tilelang = first_streams

@@ -541,7 +541,6 @@ DEEPSEEK_V4 = INDEXER + _rows(
         DeepseekSparseSWAFlashMLABackend: base class
             get_builder_cls
         DeepseekSparseSWAFlashMLAMetadataBuilder: base class
-            build build_for_cudagraph_capture build_tile_scheduler device vllm_config
     vllm.models.deepseek_v4.sparse_mla:
         DeepseekV4FlashMLABackend: base class
             get_name supports_compute_capability
@@ -554,6 +553,8 @@ DEEPSEEK_V4 = INDEXER + _rows(
             num_prefill_tokens num_prefills prefill_gather_lens prefill_query_lens_cpu
             prefill_seq_lens prefill_seq_lens_cpu prefill_swa_indices prefill_swa_lens
             query_start_loc query_start_loc_cpu slot_mapping token_to_req_indices
+        DeepseekSparseSWAMetadataBuilder: base class
+            build build_for_cudagraph_capture build_tile_scheduler device vllm_config
     vllm.v1.attention.backends.mla.compressor_utils:
         get_dspark_swa_index_width: rows that a drafted token sees
             window_size num_speculative_tokens
@@ -620,7 +621,6 @@ DEEPSEEK_V41 = DEEPSEEK_V4 + _rows(
         DeepseekSparseSWAFlashMLABackend: base class
             get_builder_cls supports_pcp
         DeepseekSparseSWAFlashMLAMetadataBuilder: base class
-            build build_tile_scheduler
     vllm.models.deepseek_v41.sparse_mla:
         DeepseekV4FlashMLABackend: base class
             get_name supports_compute_capability supports_pcp
@@ -647,6 +647,7 @@ SURFACE = {
     "recording": RECORDING,
     "settings": CONFIG,
     "warmup": WARMUP,
+    "windows": DEEPSEEK_V4,
     "wrapper": INDEXER,
 }
 """The rows of each module of this package; ``nvidia`` also needs the rows of ``indexer``."""
@@ -735,18 +736,18 @@ def parameters(function: Function) -> list[tuple[str, Any, Any]]:
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-def problems(rows: Sequence[Dependency], module: ModuleType | None = None) -> list[str]:
-    """The rows that vLLM does not fit, and the functions of the module that lost their match."""
+def problems(rows: Sequence[Dependency], *modules: ModuleType) -> list[str]:
+    """The rows that vLLM does not fit, and the functions of the modules that lost their match."""
     found = [problem for row in rows if (problem := row.problem())]
-    pairs = overridden(module) if module else {}
     return found + [
         f"{theirs.__module__}:{theirs.__qualname__} (overridden by {name}): other parameters"
-        for name, (ours, theirs) in pairs.items()
+        for module in modules
+        for name, (ours, theirs) in overridden(module).items()
         if parameters(ours) != parameters(theirs)
     ]
 
 
-def check(rows: Sequence[Dependency], module: ModuleType | None = None) -> None:
+def check(rows: Sequence[Dependency], *modules: ModuleType) -> None:
     """Raise RuntimeError with one line if something of vLLM does not fit."""
-    if found := problems(rows, module):
+    if found := problems(rows, *modules):
         raise RuntimeError(f"sparsemla does not fit this vLLM: {'; '.join(found)}")
