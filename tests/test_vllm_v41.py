@@ -36,9 +36,18 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
     from vllm.transformers_utils.configs.deepseek_v41 import DeepseekV41Config
     from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.worker import workspace
+    from vllm.v1.worker.workspace import init_workspace_manager
 
     from sparsemla.backends import vllm as plugins
-    from sparsemla.backends.vllm import deepseek_v41, projection, surface, warmup
+    from sparsemla.backends.vllm import (
+        conversions,
+        deepseek_v41,
+        projection,
+        surface,
+        warmup,
+        windows,
+    )
 
 import replay
 from sparsemla import FP8_528, FP8_584, INDEX_FP8, PagedCache, reference
@@ -56,6 +65,7 @@ from vllm_layers import (
     Experts,
     attended,
     configured,
+    converting_prefills,
     engine_config,
     imported_from_vllm,
     index_queries,
@@ -254,13 +264,31 @@ def compare(engine, x, fmt=FP8_584, tolerance=OUT):
             assert_close(f"{layer.prefix}, {request}", result, expected, tolerance)
 
 
-def test_steps_of_an_engine_agree_with_whole_requests(config):
+@pytest.fixture
+def convert_from():
+    with converting_prefills() as convert_from:
+        yield convert_from
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "most_rows", "num_conversions"),
+    [(1000, None, 0), (5, None, 42), (5, 280, 48)],
+    ids=["in place", "converted", "in chunks"],
+)
+def test_steps_of_an_engine_agree_with_whole_requests(
+    config, convert_from, monkeypatch, min_tokens, most_rows, num_conversions
+):
+    """Entries of other layers, decodes and several prefills in one batch, and padding."""
+    if most_rows is not None:  # of layers with an entry a token, two requests are too many
+        monkeypatch.setattr(conversions.Rule, "most_rows", most_rows)
+    converted = convert_from(min_tokens)
     engine = Engine(config, Draw(0))
     assert engine.support == "ALWAYS"  # any batch can be captured in a graph
     assert [layer.compress_ratio for layer in engine.layers] == RATIOS
     owners = [i for i, layer in enumerate(engine.layers) if layer.compressor is not None]
     assert owners == TEXT["kv_source_layer_ids"]
     compare(engine, [engine.draw.normal(length, HIDDEN).bfloat16() for length in LENGTHS])
+    assert len(converted) == num_conversions
 
 
 def test_the_records_of_blackwell_are_served(config, monkeypatch):
@@ -269,6 +297,7 @@ def test_the_records_of_blackwell_are_served(config, monkeypatch):
     config.cache_config.block_size = 128
     engine = Engine(config, Draw(2))
     assert {layer.row_format for layer in engine.layers} == {FP8_528}
+    assert {layer.rule.format for layer in engine.layers} == {FP8_528}
     assert {layer.kv_cache.shape[1:] for layer in engine.layers if layer.is_kv_source} == {
         (64, 528),
         (128, 528),
@@ -352,14 +381,65 @@ def test_rows_of_entries_and_keys_are_those_of_vllms_kernels(config, number):
         assert (found == wanted).float().mean() > 0.95
 
 
-def test_a_request_reads_the_prefix_that_another_has_left(config):
+@pytest.mark.parametrize("min_tokens", [1000, 5], ids=["in place", "converted"])
+def test_a_request_reads_the_prefix_that_another_has_left(config, convert_from, min_tokens):
     """As with prefix caching: the pages of two requests are the same up to a whole block."""
+    convert_from(min_tokens)
     engine, prefix = Engine(config, Draw(0)), 192
     x, found = engine.serve_after(prefix, own_state=True)
     for number, (layer, results) in enumerate(zip(engine.layers, found, strict=True)):
         for request, result in enumerate(results):
             expected = whole_request(engine.layers, number, x[request])[prefix:]
             assert_close(f"{layer.prefix}, {request}", result, expected, OUT)
+
+
+def test_a_layer_converts_for_the_entries_that_it_reads(config, convert_from):
+    """An entry of one token is an entry, and rows of another layer are converted like its own."""
+    converted = convert_from(5)
+    engine = Engine(config, Draw(1))
+    engine.step([(0, 0, engine.draw.normal(9, HIDDEN).bfloat16())])
+    assert [layer.rule.topk for layer in engine.layers] == [None, *[TOPK] * 5]
+    found = [None if each.entries is None else each.entries.lengths.tolist() for each in converted]
+    assert found == [None, [4], [4], [9], [9], [9]]
+
+
+@pytest.mark.parametrize("family", [90, 100])
+def test_prefills_that_are_read_in_place_agree_with_converted_ones(
+    config, convert_from, monkeypatch, family
+):
+    """Those behind decodes, of captured graphs, and beyond the workspace, with either rows."""
+    pretend(monkeypatch, family)
+    config.cache_config.block_size = 64 if family == 90 else 128
+    converted = convert_from(5)
+    engine = Engine(config, Draw(1))
+    x = engine.draw.normal(150, HIDDEN).bfloat16()
+    engine.step([(0, 0, x[:140])])
+    engine.step([(1, 0, x[:20])])
+    converted.clear()
+    last = [(1, 20, x[20:21]), (2, 0, x[100:106]), (0, 140, x[140:147])]
+    expected = engine.step(last, padding=3)
+    assert [each.tokens for each in converted] == [slice(1, 14)] * len(RATIOS)
+    found = [engine.step(last, padding=3, for_cudagraph_capture=True)]
+    for layer in engine.layers:
+        layer.conversion_rows = 1
+    found.append(engine.step(last, padding=3))
+    assert len(converted) == len(RATIOS)
+    for results in found:
+        for result, wanted in zip(results, expected, strict=True):
+            for ours, theirs in zip(result, wanted, strict=True):
+                assert_close("in place", ours, theirs, OUT)
+
+
+def test_a_microbatch_reserves_room_for_conversions(config, convert_from, monkeypatch):
+    """Microbatches have workspaces of their own, which vLLM's profiling run claims."""
+    converted = convert_from(5)
+    engine = Engine(config, Draw(1))
+    monkeypatch.setattr(workspace, "_manager", None)
+    init_workspace_manager(torch.device("cpu"))
+    with set_forward_context(None, config):
+        engine.layers[3](torch.arange(2), torch.ones(2, HIDDEN).bfloat16())
+    engine.step([(0, 0, engine.draw.normal(120, HIDDEN).bfloat16())])
+    assert len(converted) == len(RATIOS)
 
 
 def test_a_dummy_step_writes_nothing(config):
@@ -434,7 +514,6 @@ def test_everything_that_a_layer_calls_is_overridden():
         "SparseMLAV41Attention._split_qkv_and_norm",
         "SparseMLAV41Attention.forward_mqa",
         "SparseMLAV41Attention.get_padded_num_q_heads",
-        "WindowMetadataBuilder.build_tile_scheduler",
     } <= set(OVERRIDDEN)
     assert not inspect.isabstract(deepseek_v41.SparseMLAV41Attention)
 
@@ -598,7 +677,12 @@ def test_what_cannot_work_is_refused(config, monkeypatch, where, name, value, re
         deepseek_v41.refuse(config)
 
 
-def test_steps_reach_no_kernel_that_was_not_warmed_up(run_python, config, monkeypatch):
+@pytest.mark.parametrize("min_tokens", [1000, 1], ids=["in place", "converted"])
+def test_steps_reach_no_kernel_that_was_not_warmed_up(
+    run_python, config, convert_from, monkeypatch, min_tokens
+):
+    monkeypatch.setattr(conversions.Rule, "most_rows", 90)  # the last step has two chunks
+    converted = convert_from(min_tokens)
     engine = Engine(config, Draw(4))
     # As vLLM sets it once caches are there: to the least of all groups, that of open windows.
     config.cache_config.block_size = 8
@@ -612,16 +696,27 @@ def test_steps_reach_no_kernel_that_was_not_warmed_up(run_python, config, monkey
         "pool_windows",
         "prepare_index_queries",
         "sparse_decode",
-        "sparse_prefill",
-        "to_slots",
     )
-    calls = replay.spy(monkeypatch, {deepseek_v41: ops, projection: ("project_groups",)})
+    calls = replay.spy(
+        monkeypatch,
+        {
+            deepseek_v41: ops,
+            windows: ("sparse_prefill", "to_slots"),
+            conversions: ("gather_dequant", "sparse_prefill", "to_slots"),
+            projection: ("project_groups",),
+        },
+    )
     x = engine.draw.normal(48, HIDDEN).bfloat16()
     engine.step([(0, 0, x[:40])])
     engine.step([(0, 40, x[40:41]), (1, 0, x[:5])])
     engine.step([(0, 41, x[41:42]), (1, 5, x[5:6])], padding=3)
     engine.step([(0, 42, x[42:43]), (1, 6, x[6:9]), (2, 0, x[:40])])
-    assert {op for op, *_ in calls} == {*ops, "project_groups"}
+    chunks = [len(each.raw.starts) for each in converted[-9:]]
+    assert chunks == ([2, 2, 2, *[1] * 6] if min_tokens == 1 else [])
+    assert all(layer.converts is bool(converted) for layer in layers)
+    made = {"gather_dequant"} if converted else set()
+    shared = {"sparse_prefill", "to_slots", "project_groups"}
+    assert {op for op, *_ in calls} == {*ops, *shared, *made}
     servings = [serving for layer in layers for serving in layer.selections()]
     sweeps = [sweep for layer in layers for sweep in layer.sweeps()]
     assert replay.missing_kernels(run_python, calls, *servings, steps=sweeps) == []

@@ -269,7 +269,7 @@ class CompressedLayer:
         if self.entries is not None:
             table = without_memory(behind.stop, self.entries.columns)
             indices = self._chosen(width, start, tokens)
-            cache = self.entries.cache(FP8_584)
+            cache = self.entries.cache(self.format)
             chosen = Chosen(cache, table, indices, without_memory(tokens))
             entries = Part(lengths, starts, num_rows)
         conversion = Conversion(
@@ -284,7 +284,7 @@ class CompressedLayer:
         attend(
             conversion,
             self._q(end),
-            self.raw.cache(FP8_584),
+            self.raw.cache(self.format),
             without_memory(behind.stop, self.raw.columns),
             chosen,
             without_memory(conversion.num_rows, FP8_584.head_dim, dtype=torch.bfloat16),

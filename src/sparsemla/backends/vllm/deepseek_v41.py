@@ -15,8 +15,8 @@ of entries, the metadata of a step, streams and graphs stay vLLM's. Exchanged ar
 - attention (:func:`sparse_decode`, :func:`sparse_prefill`) and the first output projection
   (:func:`project_groups`).
 
-Prefills read the FP8 caches in place. Window rows take part in prefix caching: vLLM's replay of
-windows, which would compute them again, is off.
+Prefills read the FP8 caches in place, or convert them first, as DeepSeek-V4's do. Window rows take
+part in prefix caching: vLLM's replay of windows, which would compute them again, is off.
 """
 
 from __future__ import annotations
@@ -45,14 +45,10 @@ from vllm.models.deepseek_v41.nvidia.flashmla import (
     DeepseekSparseSWAFlashMLABackend,
     DeepseekSparseSWAFlashMLAMetadataBuilder,
 )
-from vllm.models.deepseek_v41.sparse_mla import (
-    DeepseekV4FlashMLABackend,
-    DeepseekV4FlashMLAMetadata,
-)
+from vllm.models.deepseek_v41.sparse_mla import DeepseekV4FlashMLABackend
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.indexer import DeepseekV41IndexerBackend, dsa_indexer_uses_fp4
-from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from sparsemla import (
@@ -69,11 +65,9 @@ from sparsemla import (
     pool_windows,
     prepare_index_queries,
     sparse_decode,
-    sparse_prefill,
-    to_slots,
 )
-from sparsemla.backends.vllm import settings, surface
-from sparsemla.backends.vllm.attention import decode_workspace, decode_workspace_bytes
+from sparsemla.backends.vllm import settings, surface, windows
+from sparsemla.backends.vllm.attention import decode_workspace
 from sparsemla.backends.vllm.indexer import (
     EntryMetadataBuilder,
     IndexerBackend,
@@ -83,6 +77,7 @@ from sparsemla.backends.vllm.indexer import (
 )
 from sparsemla.backends.vllm.projection import GroupProjection, update_projections
 from sparsemla.backends.vllm.warmup import register_shared_layers
+from sparsemla.backends.vllm.windows import WindowBuilder, WindowedAttention
 from sparsemla.pooling import NO_NORM
 
 
@@ -466,12 +461,8 @@ class SharedEntriesBackend(DeepseekV4FlashMLABackend):
         return capability.major >= 8
 
 
-class WindowMetadataBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
-    """vLLM's metadata of raw rows, without a schedule of FlashMLA."""
-
-    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
-        """No schedules."""
-        return super().build_tile_scheduler(0)
+class WindowMetadataBuilder(WindowBuilder, DeepseekSparseSWAFlashMLAMetadataBuilder):
+    """vLLM's metadata of raw rows, with conversions, and without a schedule of FlashMLA."""
 
 
 class WindowBackend(DeepseekSparseSWAFlashMLABackend):
@@ -488,7 +479,7 @@ class WindowBackend(DeepseekSparseSWAFlashMLABackend):
         return WindowMetadataBuilder
 
 
-class SparseMLAV41Attention(attention.DeepseekV4Attention):
+class SparseMLAV41Attention(WindowedAttention, attention.DeepseekV4Attention):
     """A layer of DeepSeek-V4.1: vLLM's projections and caches, this package's kernels."""
 
     backend_cls = SharedEntriesBackend
@@ -510,10 +501,12 @@ class SparseMLAV41Attention(attention.DeepseekV4Attention):
         if self._o_proj_block_size == 32:  # MXFP8
             self.wo_a.is_bmm = False  # or DeepGEMM's kernel on sm_100 takes the weight apart
         self.group_projection = GroupProjection.of(self, prefix)
-        self.workspace_bytes = decode_workspace_bytes(
-            self.max_num_batched_tokens, self.n_local_heads, self.attn_sink.device
+        self.reserve(
+            vllm_config,
+            ratio=self.compress_ratio,
+            topk=vllm_config.model_config.hf_config.index_topk if self.compress_ratio else None,
+            format=self.row_format,
         )
-        decode_workspace(self.workspace_bytes)  # grow it now: captured graphs hold its address
         register_shared_layers(type(self))
 
     @classmethod
@@ -570,59 +563,29 @@ class SparseMLAV41Attention(attention.DeepseekV4Attention):
             return
         window = metadata[self.swa_cache_layer.prefix]
         entries = metadata.get(self.compressed_cache_prefix)
-        decodes = slice(window.num_decode_tokens)
-        prefills = slice(decodes.stop, decodes.stop + window.num_prefill_tokens)
         cache = None
         if entries is not None:
             cache = PagedCache(self._compressed_kv_cache(), self.row_format)
         raw = PagedCache(self.swa_cache_layer.kv_cache, self.row_format)
-        shared = {"softmax_scale": self.scale, "attn_sink": self.attn_sink, "extra_cache": cache}
-        if prefills.stop > prefills.start:
-            slots = lengths = None
-            if cache is not None:
-                slots = self._entry_slots(prefills, cache, entries, window)
-                numbers = (positions[prefills] + 1) // self.compress_ratio
-                lengths = numbers.clamp(max=slots.shape[1]).int()
-            sparse_prefill(
-                q[prefills],
-                raw,
-                window.prefill_swa_indices[:, 0],
-                topk_lengths=window.prefill_swa_lens,
-                extra_topk_indices=slots,
-                extra_topk_lengths=lengths,
-                out=output[prefills],
-                **shared,
-            )
+        shared = {"softmax_scale": self.scale, "attn_sink": self.attn_sink}
+        self.attend_prefills(q, positions, raw, window, cache, entries, output, **shared)
+        decodes = slice(window.num_decode_tokens)
         if decodes.stop:
             slots = None
             if cache is not None:
-                slots = self._entry_slots(decodes, cache, entries, window)[:, None]
+                slots = self.entry_slots(decodes, cache, entries, window)[:, None]
             # Each token of a speculative decode has its own rows: pass it as a separate request.
             sparse_decode(
                 q[decodes, None],
                 raw,
                 window.decode_swa_indices,
                 topk_lengths=window.decode_swa_lens,
+                extra_cache=cache,
                 extra_topk_indices=slots,
                 workspace=decode_workspace(self.workspace_bytes),
                 out=output[decodes, None],
                 **shared,
             )
-
-    def _entry_slots(
-        self,
-        tokens: slice,
-        cache: PagedCache,
-        entries: DeepseekV4FlashMLAMetadata,
-        window: DeepseekSparseSWAMetadata,
-    ) -> Tensor:
-        """Slots ``[T, K]`` of the entries that tokens attend to; -1 behind the last."""
-        return to_slots(
-            self.topk_indices_buffer[tokens],
-            entries.block_table,
-            window.token_to_req_indices[tokens],
-            page_size=cache.page_size,
-        )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Read the first output projection again: vLLM calls this after each load of weights."""
@@ -645,7 +608,7 @@ class DeepseekV41ForCausalLM(deepseek_v41.DeepseekV41ForCausalLM):
         if vllm_config.attention_config.backend != AttentionBackendEnum.CUSTOM:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             return
-        surface.check(surface.DEEPSEEK_V41, sys.modules[__name__])
+        surface.check(surface.DEEPSEEK_V41, sys.modules[__name__], windows)
         refuse(vllm_config)
         with exchanged():
             super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -283,7 +283,7 @@ def shared_layers(config: VllmConfig, cls: type) -> Iterator[SharedEntriesLayer]
             entries=entries,
             state=state,
             key_state=None,
-            converts=False,
+            converts=layer.conversion_rows > 0,
             format=layer.row_format,
             owns_entries=layer.compressor is not None,
             topk_blocks=None if blocks is None else blocks.shape[1],
