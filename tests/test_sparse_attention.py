@@ -461,18 +461,24 @@ def hopper_choice(**case):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"num_heads": 128, "head_dim": 512}, {"list_tokens": 4, "num_heads": 32}],
+    ("options", "kernel"),
+    [
+        ({}, "sm90.one_pass"),
+        ({"list_tokens": 4, "num_heads": 16}, "sm90.one_pass"),
+        ({"num_heads": 65}, "sm90"),
+        ({"num_heads": 128, "head_dim": 512}, "sm90"),
+        ({"list_tokens": 4, "num_heads": 32}, "sm90"),
+    ],
     ids=str,
 )
-def test_gradients_that_hopper_takes(options):
+def test_gradients_that_hopper_takes(options, kernel):
     case = sparse_attention_backward_case(Draw(24), **SMALL | options)
-    assert hopper_choice(**case).kernel == "sm90"
+    assert hopper_choice(**case).kernel == kernel
 
 
 def test_gradients_in_any_order_that_hopper_takes():
     case = sparse_attention_backward_case(Draw(24), **SMALL)
-    assert hopper_choice(**case, deterministic=False).kernel == "sm90"
+    assert hopper_choice(**case, deterministic=False).kernel == "sm90.one_pass"
 
 
 @pytest.mark.parametrize(
