@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "mutant", in_turns(mutants.VLLM_MUTANTS, 6), ids=lambda m: f"{m.file}: {m.name}"
+    "mutant", in_turns(mutants.VLLM_MUTANTS, 14), ids=lambda m: f"{m.file}: {m.name}"
 )
 def test_mutants_are_found(mutant):
     outcome = mutants.run(mutant, timeout=300)
