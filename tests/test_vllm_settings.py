@@ -65,6 +65,8 @@ with warnings.catch_warnings():
         wrapper,
     )
 
+from vllm_layers import SIZES
+
 pytestmark = pytest.mark.filterwarnings("default")
 
 CUSTOM = AttentionBackendEnum.CUSTOM
@@ -87,25 +89,11 @@ V32 = {
     "index_head_dim": 128,
     "torch_dtype": "bfloat16",
 }
-V4 = {
+V4 = SIZES | {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
-    "hidden_size": 64,
     "num_hidden_layers": 3,
     "compress_ratios": [0, 4, 128],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "qk_rope_head_dim": 64,
-    "q_lora_rank": 64,
-    "o_groups": 2,
-    "o_lora_rank": 32,
-    "index_n_heads": 16,
-    "index_head_dim": 128,
-    "index_topk": 8,
-    "sliding_window": 128,
-    "vocab_size": 256,
-    "max_position_embeddings": 4096,
     "torch_dtype": "bfloat16",
 }
 V41 = {

@@ -83,7 +83,7 @@ from vllm_layers import (
     Experts,
     attended,
     configured,
-    converting_prefills,
+    convert_from,  # noqa: F401 - a fixture
     engine_config,
     imported_from_vllm,
     index_queries,
@@ -234,12 +234,6 @@ STEPS = [
     [(2, 1), (1, 6), (0, 13)],
 ]
 OUT = Tolerance(2**-8, cos=1e-4, size=2**-4)
-
-
-@pytest.fixture
-def convert_from():
-    with converting_prefills() as convert_from:
-        yield convert_from
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ from vllm_layers import (
     Experts,
     attended,
     configured,
-    converting_prefills,
+    convert_from,  # noqa: F401 - a fixture
     engine_config,
     imported_from_vllm,
     index_queries,
@@ -262,12 +262,6 @@ def compare(engine, x, fmt=FP8_584, tolerance=OUT):
         for request, result in enumerate(results):
             expected = whole_request(engine.layers, number, x[request], fmt)
             assert_close(f"{layer.prefix}, {request}", result, expected, tolerance)
-
-
-@pytest.fixture
-def convert_from():
-    with converting_prefills() as convert_from:
-        yield convert_from
 
 
 @pytest.mark.parametrize(

@@ -441,14 +441,14 @@ def set_value(monkeypatch, config, module, where, name, value):
     monkeypatch.setattr(places.get(where) or getattr(config, where), name, value, raising=False)
 
 
-@contextmanager
-def converting_prefills():
+@pytest.fixture
+def convert_from():
     """A function that makes prefills of so many tokens or more convert their rows.
 
     It returns the conversions that layers then make.
     """
 
-    def convert_from(min_tokens):
+    def convert(min_tokens):
         def converts_first(format, device, num_heads, num_tokens, num_keys, num_rows):
             return num_tokens >= min_tokens
 
@@ -466,5 +466,5 @@ def converting_prefills():
         return made
 
     with pytest.MonkeyPatch.context() as change:
-        yield convert_from
+        yield convert
     conversions.reserved_rows.cache_clear()

@@ -191,6 +191,8 @@ class WindowedAttention:
         """
         first = window.num_decode_tokens
         prefills = slice(first, first + window.num_prefill_tokens)
+        if prefills.start == prefills.stop:
+            return
         conversions = window.conversions.get(self.rule, ())
         fits = all(each.num_rows <= self.conversion_rows for each in conversions)
         if conversions and fits:
@@ -212,22 +214,22 @@ class WindowedAttention:
                     **shared,
                 )
             output[conversions[-1].tokens.stop : prefills.stop] = 0  # padding
-        elif prefills.stop > prefills.start:
-            slots = lengths = None
-            if cache is not None:
-                slots = self.entry_slots(prefills, cache, entries, window)
-                lengths = self._num_entries(positions[prefills], slots)
-            sparse_prefill(
-                q[prefills],
-                raw,
-                window.prefill_swa_indices[:, 0],
-                topk_lengths=window.prefill_swa_lens,
-                extra_cache=cache,
-                extra_topk_indices=slots,
-                extra_topk_lengths=lengths,
-                out=output[prefills],
-                **shared,
-            )
+            return
+        slots = lengths = None
+        if cache is not None:
+            slots = self.entry_slots(prefills, cache, entries, window)
+            lengths = self._num_entries(positions[prefills], slots)
+        sparse_prefill(
+            q[prefills],
+            raw,
+            window.prefill_swa_indices[:, 0],
+            topk_lengths=window.prefill_swa_lens,
+            extra_cache=cache,
+            extra_topk_indices=slots,
+            extra_topk_lengths=lengths,
+            out=output[prefills],
+            **shared,
+        )
 
     def chosen_entries(
         self,

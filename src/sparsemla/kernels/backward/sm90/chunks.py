@@ -1,4 +1,4 @@
-"""What both launchers do: chunks of lists, the state of the softmax, the sums of the terms."""
+"""Chunks of lists, the state of the softmax, and the sums of the terms, for both kernels."""
 
 from __future__ import annotations
 
