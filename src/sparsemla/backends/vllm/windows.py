@@ -200,8 +200,8 @@ class WindowedAttention:
                 chosen = None
                 if cache is not None:
                     indices = self.chosen_entries(each.tokens, entries, window)
-                    lengths = self._num_entries(positions[each.tokens], indices)
-                    chosen = Chosen(cache, entries.block_table, indices, lengths)
+                    counts = self._num_entries(positions[each.tokens], indices)
+                    chosen = Chosen(cache, entries.block_table, indices, counts)
                 rows = ((each.num_rows, raw.format.head_dim), torch.bfloat16)
                 attend(
                     each,
